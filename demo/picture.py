@@ -9,21 +9,14 @@ from pathlib import Path
 from demo.heads import Head
 from vllm.pilot.picture import curve, subplots
 from vllm.pilot.training import Trained
-from vllm.v1.capture.figures import save_figure
+from vllm.v1.capture.figures import attention_map, axes_of, save_figure
 
 
 def draw_head(target: Path, name: str, found: Head) -> None:
     """Writes a PNG of the head's weights to `target`."""
-    figure, [axes] = subplots(1, width=8.5, height=7.5)
-    image = axes.imshow(found.weights, cmap="Purples", vmin=0, vmax=1)
-    ticks = range(len(found.tokens))
-    axes.set_xticks(ticks, found.tokens, rotation=90, fontsize=9)
-    axes.set_yticks(ticks, found.tokens, fontsize=9)
-    axes.set_xlabel("key: the token that is looked at")
-    axes.set_ylabel("query: the token that looks")
-    figure.colorbar(image, ax=axes, label="attention weight")
-    figure.suptitle(f"Head {found.head} of layer {found.layer} of {name}")
-    save_figure(figure, target)
+    title = f"Head {found.head} of layer {found.layer} of {name}"
+    with axes_of(target, 8.5, 7.5, title=title) as (axes,):
+        attention_map(axes, found.weights, found.tokens, found.tokens)
 
 
 def draw(target: Path, name: str, trained: Trained) -> None:
