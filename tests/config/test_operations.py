@@ -32,12 +32,12 @@ def row_of_page(name: str) -> str:
 def said(operation: Operation) -> list[str]:
     """The fields of a record as the page writes them."""
     fields = [f"`{operation.vector}`"] if operation.vector else []
-    if operation.other:
-        fields.append(f"`{operation.other}`")
+    fields += [f"`{key}`" for key in (operation.reads, operation.other) if key]
     if operation.rows:
         fields.append("`values`")
     for number in operation.numbers:
-        end = "" if number.default is None else f"={number.default:g}"
+        default = number.default
+        end = "" if default is None else f"={default:g}" if not number.flag else "=false"
         fields.append(f"`{number.key}`{'?' if abs(number.default or 0) == INF else end}")
     return fields
 
