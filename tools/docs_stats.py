@@ -15,6 +15,7 @@ BUDGETS = {
     "docs/analyzers.md": 550,
     "docs/attention.md": 1900,
     "docs/capture-files.md": 1050,
+    "docs/features.md": 720,
     "docs/capture.md": 4020,
     "docs/coming-from.md": 1000,
     "docs/cookbook.md": 720,

@@ -21,6 +21,7 @@ from starlette.datastructures import Headers
 
 import vllm
 from tests import ROOT
+from tests.errors.features import FILES
 from tests.errors.test_costly_bodies import Letters
 from tests.support.costly_fields import (
     CHATS,
@@ -137,6 +138,7 @@ def configs() -> dict[bool, VllmConfig]:
     able = msgspec.structs.replace(
         with_layers(with_layers(HEADS, (0, 1), rule=rule), [3], heads={}),
         lenses={"logit": [("post_block", 0)]},
+        features={"mood": FILES["mood"]._replace(layer=0)},
         vocab_size=200,
         lens_rows=64,
     )

@@ -24,6 +24,7 @@ from tests.errors.consumers import CONSUMERS
 from tests.errors.converting import CONVERTING
 from tests.errors.datasets import DATASETS
 from tests.errors.easysteer import EASYSTEER
+from tests.errors.features import FEATURES
 from tests.errors.files import FILES
 from tests.errors.filesystem import FILESYSTEM
 from tests.errors.focus import FOCUS
@@ -237,6 +238,7 @@ OTHERS = [
 ]
 
 CASES = REQUESTS + ATTENTION + OTHERS + STEERING + STEERING_CALLS + FILES + CONSUMERS + PROJECT
+CASES += FEATURES
 CASES += FILESYSTEM + LENS + TOOLKIT + FOCUS + LENSES + DATASETS + SWEEPS + EASYSTEER + ANALYZERS
 CASES += RULES + CONVERTING
 

@@ -34,7 +34,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def options(root: Path) -> tuple[str, ...]:
+def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A JumpReLU autoencoder of SAELens, made up."""
+    from tests.support.autoencoders import save_autoencoder
+
+    return save_autoencoder(tmp_path_factory.mktemp("saes") / "made")
+
+
+@pytest.fixture(scope="package")
+def options(root: Path, features: Path) -> tuple[str, ...]:
     """Of the server, beside those of `tests.http.server`."""
     from tests.http.server import SECRET
 
@@ -48,6 +56,7 @@ def options(root: Path) -> tuple[str, ...]:
         *("--capture-points", "pre_attn", "post_attn", "post_block", "q", "z", "final"),
         *("--steering-points", "pre_attn", "z", "post_attn", "post_block"),
         *("--steering-families", "add", "ablate", "replace", "clamp", "scale", "gate", "focus"),
+        f"--features=made={features}@post_block.1",
         "--capture-lens=logit",
         "--enable-auto-tool-choice",
         "--tool-call-parser=pythonic",

@@ -22,9 +22,10 @@ from tests.http.checks import (
     answered,
     check_rows,
 )
-from tests.http.server import KEY, NAME, greedy, serve
+from tests.http.server import KEY, NAME, Server, greedy, serve
 from tests.support.serving import vector
 from vllm.entrypoints.serve.steering.client import SteeringClient, SteeringError, joined
+from vllm.pilot import Autoencoder
 
 pytestmark = pytest.mark.full
 
@@ -98,6 +99,36 @@ def test_scores_of_modules_beside_their_tokens(
     assert said.startswith(PROMPT) if prompt == PROMPT else PROMPT in said
     for name in directions:
         client.unregister_module(name)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_features(
+    client: SteeringClient, reference: Reference, features: Path, stream: bool
+) -> None:
+    """Activations of the model's rows under the server's own autoencoder, steered and plain."""
+    sae = Autoencoder.load(features)
+    asked = {"features": {"name": "made", "top": 3, "ids": [5], "error": True}, "positions": "all"}
+    fields = greedy(capture={"inline": asked}, steering_vectors=STEER)
+    choice = answered(client, PROMPT, fields, stream)
+    assert choice.capture_status == {"inline": "ok"} and not choice.captures.get("inline")
+    [(site, made)] = choice.features["inline"].items()
+    assert site == ("post_block", 1) and (made.features, made.asked) == ("made", (5,))
+    read = made.token_ids.tolist()
+    rows = [reference.rows(read, deltas)[1] for deltas in ({LAYER: VECTOR}, {})]
+    want, plain = (sae.encode(each) for each in rows)
+    near = (want - sae.threshold).abs().min(1).values < 1e-3
+    top = want.topk(3).values[~near].numpy()
+    np.testing.assert_allclose(made.given["top_values"][~near], top, atol=2e-3)
+    np.testing.assert_allclose(made.given["values"], want[:, [5]], atol=2e-3)
+    left = (rows[0] - sae.decode(want)).norm(dim=1)[~near].numpy()
+    np.testing.assert_allclose(made.given["error"][~near], left, rtol=1e-3)
+    assert (want - plain).abs().max() > 1, "without steering they differ"
+    assert made.given["top_ids"].dtype == np.int32 and len(made.given["active"]) == len(read)
+
+
+def test_the_server_names_its_autoencoders(server: Server) -> None:
+    told = server.get("/v1/capture").json()["features"]
+    assert told == {"made": {"point": "post_block", "layer": 1}}
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, SAID], ids=["completion", "chat"])

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.support.terms import LAYER, LENGTH, POINT, Site, worst
 from vllm.model_executor.layers.steering_terms import steer_rows_torch
-from vllm.pilot.features import Autoencoder
+from vllm.pilot import Autoencoder
 
 pytestmark = pytest.mark.quick
 
@@ -44,7 +45,8 @@ def rows(count: int = LENGTH) -> torch.Tensor:
 
 def saelens(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
     folder.mkdir()
-    (folder / "cfg.json").write_text(json.dumps({"d_in": HIDDEN, "d_sae": FEATURES, **config}))
+    config = {"d_in": HIDDEN, "d_sae": FEATURES, "apply_b_dec_to_input": True, **config}
+    (folder / "cfg.json").write_text(json.dumps(config))
     save_file(tensors, folder / "sae_weights.safetensors")
     return folder
 
@@ -115,6 +117,85 @@ def test_the_engine_writes_features_as_the_file_has_them(tmp_path: Path, subtrac
     assert worst(apart, want, x) > 0.01, "one after the other would be as good"
 
 
+def test_what_saelens_says_of_its_own_files(tmp_path: Path) -> None:
+    """`tests/support/saelens_oracle.py` ran SAELens as shipped: four architectures, with and
+    without `b_dec` subtracted."""
+    stored = load_file(Path(__file__).with_name("saelens.safetensors"))
+    with safe_open(Path(__file__).with_name("saelens.safetensors"), "pt") as file:
+        configs = file.metadata()
+    assert len(configs) == 8
+    for case, config in configs.items():
+        tensors = {
+            name.partition("/")[2]: tensor
+            for name, tensor in stored.items()
+            if name.startswith(f"{case}/")
+        }
+        folder = saelens(tmp_path / case, tensors, **json.loads(config))
+        rows, want, decoded = (stored[f"{case}.{n}"] for n in ("rows", "activations", "decoded"))
+        sae = Autoencoder.load(folder)
+        got = sae.encode(rows)
+        assert float((got - want).abs().max()) < TOLERANCE, case
+        assert float((sae.decode(got) - decoded).abs().max()) < TOLERANCE, case
+        assert 0.1 < float((want > 0).float().mean()) < 0.7, "too few or too many to say"
+        turned = json.loads(config)
+        turned["apply_b_dec_to_input"] = not turned["apply_b_dec_to_input"]
+        other = Autoencoder.load(saelens(tmp_path / f"{case}-other", tensors, **turned))
+        assert float((other.encode(rows) - want).abs().max()) > 0.1, case
+
+
+def largest(activations: torch.Tensor, k: int) -> torch.Tensor:
+    """Activations of which the k largest of a row stay."""
+    least = activations.sort(dim=-1, descending=True).values[:, k - 1 : k]
+    return activations.where(activations >= least, 0.0)
+
+
+def test_folders_of_sparsify_and_dictionary_learning(tmp_path: Path) -> None:
+    """By their formulas in float64: encoders [features, hidden], `b_dec` subtracted."""
+    tensors, x = made(), rows()
+    want = activations({**tensors, "threshold": torch.zeros(FEATURES)}, x, subtracts=True)
+    linear = {"encoder.weight": tensors["W_enc"].T, "encoder.bias": tensors["b_enc"]}
+    decoder, bias = tensors["W_dec"], tensors["b_dec"]
+    folder = tmp_path / "sparsify"
+    folder.mkdir()
+    (folder / "cfg.json").write_text(json.dumps({"k": 5, "activation": "topk"}))
+    sparsify = {**linear, "W_dec": decoder, "b_dec": bias}
+    save_file({n: t.contiguous() for n, t in sparsify.items()}, folder / "sae.safetensors")
+    sae = Autoencoder.load(folder)
+    got = sae.encode(x).double()
+    assert float((got - largest(want, 5)).abs().max()) < TOLERANCE
+    assert float((got - largest(want, 6)).abs().max()) > 0.05
+    with pytest.raises(ValueError, match="is TopK: whether a feature is active depends on all"):
+        sae.op(3, POINT, LAYER, value=1.0)
+    by_column = {"W_enc": tensors["W_enc"], "b_enc": tensors["b_enc"], "W_dec": decoder}
+    threshold = tensors["threshold"]
+    of_one = {**linear, "decoder.weight": decoder.T}
+    files: dict[str, tuple[dict[str, torch.Tensor], torch.Tensor]] = {
+        "AutoEncoder": ({**of_one, "bias": bias}, want),
+        "BatchTopKSAE": (
+            {**of_one, "b_dec": bias, "threshold": torch.tensor(0.25), "k": torch.tensor(5)},
+            activations({**tensors, "threshold": torch.full((FEATURES,), 0.25)}, x, True),
+        ),
+        "JumpReluAutoEncoder": (
+            {**by_column, "b_dec": bias, "threshold": threshold},
+            activations(tensors, x, subtracts=False),
+        ),
+    }
+    for kind, (state, of_kind) in files.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"trainer": {"dict_class": kind}}))
+        torch.save(state, folder / "ae.pt")
+        got = Autoencoder.load(folder).encode(x).double()
+        assert float((got - of_kind).abs().max()) < TOLERANCE, kind
+        assert kind == "AutoEncoder" or float((got - want).abs().max()) > 0.05, kind
+    (tmp_path / "AutoEncoder" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="dict_class 'none' is not read, AutoEncoder, Batch"):
+        Autoencoder.load(tmp_path / "AutoEncoder")
+    torch.save({"encoder.weight": Path("x")}, tmp_path / "BatchTopKSAE" / "ae.pt")
+    with pytest.raises(ValueError, match="cannot be read as an autoencoder"):
+        Autoencoder.load(tmp_path / "BatchTopKSAE")
+
+
 def test_what_is_not_read_is_refused_by_file_and_tensor(tmp_path: Path) -> None:
     good = made()
 
@@ -124,7 +205,11 @@ def test_what_is_not_read_is_refused_by_file_and_tensor(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             Autoencoder.load(folder)
 
-    refused("cfg.json: architecture 'gated'; standard and jumprelu", good, architecture="gated")
+    refused("architecture 'tsae' is not read, standard, jumprelu", good, architecture="tsae")
+    refused("cfg.json lacks apply_b_dec_to_input: say true", good, apply_b_dec_to_input=None)
+    refused("k must be a positive int, got 'None'", good, architecture="topk")
+    refused("k is 61, there are 60", good, architecture="topk", k=61)
+    refused("rescale_acts_by_decoder_norm", good, rescale_acts_by_decoder_norm=True)
     refused("normalize_activations 'layer_norm'", good, normalize_activations="layer_norm")
     refused("lacks W_dec; it has", {name: t for name, t in good.items() if name != "W_dec"})
     refused(r"W_dec is torch.float32 \[60, 23\]", {**good, "W_dec": good["W_dec"][:, 1:].clone()})

@@ -106,6 +106,8 @@ def _captures(vector: list[float], width: int) -> Iterator[Body]:
     yield {"inline": {"hooks": hooks, "project": {"modules": ["m"]}}}
     lens: Body = {"name": "logit", "top_k": 2, "tokens": [1, 2], "entropy": True}
     yield {"inline": {"hooks": {"post_block": [0]}, "positions": [1], "lens": lens}}
+    features: Body = {"name": "mood", "top": 2, "ids": [1, 2], "above": 0.5, "error": True}
+    yield {"inline": {"positions": [1], "features": features}}
     asked: Body = {"heads": {"0": [0]}, "queries": [3], "keys": {"a": {"start": 0}}}
     yield {"inline": {"attention": {**asked, "give": ["mass", "peak"]}}}
     asked = {"heads": {"0": [0]}, "queries": [3]}

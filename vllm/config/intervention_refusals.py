@@ -28,6 +28,11 @@ def refuse_unsupported(config: "VllmConfig") -> None:
     steering = config.steering_config.enable_steering
     capture = config.capture_config.enabled
     if not (steering or capture):
+        if config.steering_config.features:
+            raise ValueError(
+                "features: needs enable_steering (--enable-steering), to steer by them, or "
+                "capture_consumers (--capture-consumers inline), to read them"
+            )
         return
     feature = " and ".join(
         name for name, on in (("steering", steering), ("capture", capture)) if on
@@ -76,6 +81,8 @@ def refuse_unsupported(config: "VllmConfig") -> None:
             ),
         }
         _refuse("capture_lens", refused)
+    if config.steering_config.features:
+        _refuse("features", {"sleep mode, with capture": model.enable_sleep_mode and capture})
     rounds = os.environ.get("TRITON_F32_DEFAULT", "tf32") != "ieee"
     if model.dtype == torch.float32 and rounds and current_platform.is_cuda():
         logger.warning_once(

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine options of activation steering."""
 
+import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 from pydantic import Field
 
 from vllm.config.operations import OPERATIONS
-from vllm.config.points import RETURNED, STEERING_POINTS, STREAM_POINTS
+from vllm.config.points import RESIDUAL_POINTS, RETURNED, STEERING_POINTS, STREAM_POINTS
 from vllm.config.utils import config
 
 FAMILIES = (*OPERATIONS, "focus", "gate")
@@ -23,6 +26,17 @@ positions a megabyte."""
 
 ALL = "all"
 """Name of all families but focus, which needs other options, too."""
+
+
+_FEATURES = re.compile(r"(?P<name>[\w.-]{1,64})=(?P<path>.+)@(?P<point>\w+)\.(?P<layer>\d{1,9})")
+
+
+class FeatureFile(NamedTuple):
+    """Sparse autoencoder of `features`: its file or folder, and the site of its rows."""
+
+    path: str
+    point: str
+    layer: int
 
 
 def refuse_unknown(option: str, given: Iterable[str], allowed: Sequence[str]) -> None:
@@ -81,6 +95,12 @@ class SteeringConfig:
     default_steering_modules: list[str] = Field(default_factory=list, max_length=MAX_MODULES)
     """Names of modules that act on every request while they are registered, unless it names them
     itself or has `steering_inherit_global=False`."""
+    features: list[str] = Field(default_factory=list)
+    """Sparse autoencoders that requests read and steer by, as `NAME=PATH@POINT.LAYER`, such as
+    `mood=saes/layer_12@post_block.12`: a folder of SAELens, sparsify or dictionary_learning, or a
+    `params.npz` of Gemma Scope. Each is held on the device if rows are captured. See
+    docs/features.md."""
+
     compat: list[str] = Field(default_factory=list)
     """Tools whose requests are answered as well, with what they need turned on: lens (vLLM-Lens)
     and easysteer (EasySteer). See docs/coming-from.md."""
@@ -91,9 +111,25 @@ class SteeringConfig:
         if ALL in self.steering_families:
             named = {*self.steering_families}
             self.steering_families = [f for f in FAMILIES if f != "focus" or f in named]
+        _ = self.feature_files
         for option in ("steering_modules", "default_steering_modules"):
             if getattr(self, option) and not self.enable_steering:
                 raise ValueError(f"{option}: needs enable_steering (--enable-steering)")
+
+    @cached_property
+    def feature_files(self) -> "dict[str, FeatureFile]":
+        """Name -> file, of `features`."""
+        files: dict[str, FeatureFile] = {}
+        for entry in self.features:
+            match = _FEATURES.fullmatch(entry)
+            if match is None or match["name"] in files:
+                raise ValueError(
+                    f"features: {entry!r} is not NAME=PATH@POINT.LAYER, with another name each"
+                )
+            path, point, layer = match["path"], match["point"], int(match["layer"])
+            refuse_unknown("features", [point], RESIDUAL_POINTS)
+            files[match["name"]] = FeatureFile(path, point, layer)
+        return files
 
     @property
     def has_ops(self) -> bool:

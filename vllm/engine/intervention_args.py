@@ -98,6 +98,7 @@ def steering_config_of(args: "EngineArgs") -> SteeringConfig:
         single_variant=args.single_variant,
         steering_modules=args.steering_modules,
         default_steering_modules=args.default_steering_modules,
+        features=args.features,
         compat=args.compat,
     )
 

@@ -24,12 +24,12 @@ training.py     all of it: from pairs to a checked vector
 fitting.py, choice.py, evidence.py, persona.py, report.py, picture.py    its steps
 captures.py     straight from captures: a vector as a file, rows as one array
 records.py      lines of data files
-features.py     sparse autoencoders from files, their features as operations
 checkpoints.py  a small model with real weights, from the package registry
 dataset/        activations of whole data sets, on disk
 
 Nothing of the engine imports this, and it imports nothing of the engine that users do not have:
-`LLM`, `SamplingParams`, `vllm.v1.capture`, `vllm.v1.steering.files`, the HTTP client.
+`LLM`, `SamplingParams`, `vllm.v1.capture`, `vllm.v1.steering.files`, `vllm.v1.features`, the HTTP
+client.
 """
 
 from vllm.pilot.bench import EngineBench, ServerBench, Steering
@@ -42,7 +42,6 @@ from vllm.pilot.directions import (
     mean_difference,
     pca,
 )
-from vllm.pilot.features import Autoencoder
 from vllm.pilot.head_sweeps import HeadSweep, head_sweep
 from vllm.pilot.linear_probe import Probe, fit_probe
 from vllm.pilot.metrics import Odds, Score
@@ -52,6 +51,7 @@ from vllm.pilot.report import save_trained
 from vllm.pilot.rows import read_rows
 from vllm.pilot.sweeps import Sweep, sweep
 from vllm.pilot.training import Trained, train
+from vllm.v1.features.autoencoder import Autoencoder
 
 __all__ = [
     "Autoencoder",

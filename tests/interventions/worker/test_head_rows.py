@@ -19,7 +19,16 @@ from vllm.model_executor.layers.attention_taps import HeadTap
 from vllm.model_executor.layers.residual_taps import SiteTap
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
-from vllm.v1.interventions.makings import AnyMaking, AsIs, Heads, Mean, Norms, Rows, Scores
+from vllm.v1.interventions.makings import (
+    AnyMaking,
+    AsIs,
+    Features,
+    Heads,
+    Mean,
+    Norms,
+    Rows,
+    Scores,
+)
 from vllm.v1.interventions.messages import WorkerRequest
 from vllm.v1.interventions.plan import Site, Stream
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
@@ -38,6 +47,7 @@ ON = torch.tensor(True)
 RESIDUAL = [site for site in SITES if site[0] not in "qkvz"]
 MAKINGS: list[AnyMaking] = [AsIs(), Norms()]
 SCORES = Scores((), 2, (0,))
+FEATURES = Features("elsewhere", 8, 2, (), 0.0, False)
 MATRIX = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
@@ -99,7 +109,8 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
     step = StepRows(1, blocks, HIDDEN, torch.float32)
     projections = ProjectionTable(HIDDEN, torch.device("cpu"))
     projections.write([(0, MATRIX.numpy().tobytes())])
-    Outbox(arena, Landing(1 << 20), projections).send(step, Captured(torch.arange(captured)))
+    outbox = Outbox(Landing(1 << 20), Material(arena, projections, {}))
+    outbox.send(step, Captured(torch.arange(captured)))
     for i, (request, _) in enumerate(asked):
         if kept[i] is None:
             continue
@@ -135,7 +146,7 @@ def test_norms_of_heads_of_two_widths_leave_apart() -> None:
     assert apart["q", 0] == apart["z", 0] != apart["q", 1]
 
 
-@pytest.mark.parametrize("making", [Mean(()), SCORES, Scores((), 2, ()), Norms()])
+@pytest.mark.parametrize("making", [Mean(()), SCORES, Scores((), 2, ()), Norms(), FEATURES])
 def test_a_stream_whose_sites_are_elsewhere_is_empty(making: AnyMaking) -> None:
     """On another stage, or in another part; also where the stream has lanes, so columns."""
     own, other = Stream((("post_block", 1),), HIDDEN, "float32"), ("post_block", 0)
@@ -149,7 +160,7 @@ def test_a_stream_whose_sites_are_elsewhere_is_empty(making: AnyMaking) -> None:
         blocks = Blocks({group: [("0", np.arange(3))]})
         arena = torch.zeros(blocks.all[0].num_raw + blocks.all[0].num_rest, HIDDEN)
         table = ProjectionTable(HIDDEN, torch.device("cpu"))
-        maker = MAKERS[type(making)](Material(arena, table))
+        maker = MAKERS[type(making)](Material(arena, table, {}))
         values = maker.make(blocks.all[0], group.streams[1], Captured(torch.arange(3)))
         assert values.shape[1] == 0
 

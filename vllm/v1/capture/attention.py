@@ -2,7 +2,7 @@
 """Attention weights as a user gets them back."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,11 @@ class AttentionRows(MadeRows[Attention]):
     def ranges(self) -> tuple[str, ...]:
         """The names of the key ranges, in the order of the columns of `mass` and `peak`."""
         return self._making.names
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The names of the key ranges, if there are any."""
+        return {"ranges": list(self.ranges)} if self.ranges else {}
 
     @property
     def mass(self) -> torch.Tensor:

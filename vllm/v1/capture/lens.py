@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows under a lens as a user gets them back."""
 
+from typing import Any
+
 import torch
 
 from vllm.v1.capture.made_rows import MadeRows
@@ -25,6 +27,11 @@ class LensRows(MadeRows[Lens]):
     def asked(self) -> tuple[int, ...]:
         """The ids of the tokens that were asked for, in the order of the columns."""
         return self._making.tokens
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The lens, and the tokens that were asked for."""
+        return {"lens": self.lens, "asked": list(self.asked)}
 
     @property
     def top_ids(self) -> torch.Tensor:

@@ -89,6 +89,11 @@ class MadeRows(TokenRows, Generic[M]):
         given = (f.given or f.name for f in self._making.fields if f.width)
         return tuple(dict.fromkeys(given))
 
+    @property
+    def header(self) -> dict[str, Any]:
+        """The keys of an answer over HTTP that say what the rows are, beside `parts`."""
+        return {}
+
     def parts(self) -> dict[str, Any]:
         """The results that there are, by the names of their attributes."""
         return {f.name: getattr(self, f.name) for f in self._making.fields if f.width}

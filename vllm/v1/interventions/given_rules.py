@@ -12,6 +12,7 @@ import numpy as np
 from vllm.v1.capture.rules import RULES_DO
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.given import Given
+from vllm.v1.interventions.named_features import rule_written_out
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_one_lane
@@ -94,7 +95,7 @@ def given_rules(
 
 
 def _rule(given: Given, shape: TapShape, direction_of: DirectionOf) -> GivenRule:
-    rule = given.fields(needed=_NEEDED, allowed=_ALLOWED)
+    rule = rule_written_out(given, shape).fields(needed=_NEEDED, allowed=_ALLOWED)
     name = rule["name"].text("must be up to 64 letters, digits and _.-, got {given}", _NAME)
     need_one_lane(rule.path, shape)
     point = rule["point"].point(shape)

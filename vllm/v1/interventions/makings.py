@@ -362,8 +362,50 @@ class Lens(Making, frozen=True):
         return 2 * (self.top_k + len(self.tokens)) + self.entropy
 
 
-AnyMaking = AsIs | Scores | Norms | Mean | Attention | Lens
+class Features(Making, frozen=True):
+    """Activations of a sparse autoencoder's features.
 
-_MADE: tuple[type[Making], ...] = (Scores, Mean, Norms, Attention, Lens)
+    A row is float32, one part after the other: ids of the most active features (bits of int32, -1
+    where no more are active) and their activations, the activations of `ids`, the number of active
+    features (bits of int32), and the L2 norm of what the decoder leaves of the row.
+    """
+
+    field: ClassVar[str] = "features"
+    takes_room: ClassVar[bool] = True
+    name: str
+    """An autoencoder of `TapShape.features`."""
+    size: int
+    """Number of its features."""
+    top: int
+    """Number of the most active features."""
+    ids: tuple[int, ...]
+    above: float
+    """A feature is active if its activation is greater."""
+    error: bool
+    """True if the decoder's error is asked for."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Numbers of a row."""
+        return (
+            Field("top_ids", self.top, "int32", "top"),
+            Field("top_values", self.top, "float32", "top"),
+            Field("values", len(self.ids), "float32", "ids"),
+            Field("active", 1, "int32"),
+            Field("error", int(self.error)),
+        )
+
+    def products(self, hidden: int, vocab: int) -> int:
+        """Count the encoder, the look for the top, and the decoder if it is asked."""
+        return self.size * (hidden * (1 + self.error) + _RANK * (self.top > 0))
+
+    def width(self, heads: int, width: int) -> int:
+        """Width of all fields together."""
+        return 2 * self.top + len(self.ids) + 1 + self.error
+
+
+AnyMaking = AsIs | Scores | Norms | Mean | Attention | Lens | Features
+
+_MADE: tuple[type[Making], ...] = (Scores, Mean, Norms, Attention, Lens, Features)
 MAKING_FIELDS = tuple(making.field.partition(".")[0] for making in _MADE)
 """Fields of a capture request that ask for another making than rows as they are."""

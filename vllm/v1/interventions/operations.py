@@ -16,6 +16,7 @@ from vllm.v1.interventions.errors import need_family, show
 from vllm.v1.interventions.focus import FOCUS
 from vllm.v1.interventions.given import Given, Select
 from vllm.v1.interventions.likely import first_likely
+from vllm.v1.interventions.named_features import probe_written_out, written_out
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.positions import ALL, Positions
 from vllm.v1.interventions.shape import TapShape
@@ -117,7 +118,7 @@ def parse_ops(
     for entry in given.entries(_LIST):
         if others(entry.value, entry.path):
             continue
-        op = _Entry(entry, shape, families).parse(select)
+        op = _Entry(written_out(entry, shape), shape, families).parse(select)
         at_site.update(() if op.heads else op.sites)
         for point, layer in op.sites:
             if at_site[point, layer] > max_terms:
@@ -222,7 +223,9 @@ class _Entry:
         if "gate" not in self.given:
             return _UNGATED
         self.need_family("gate", "gate")
-        gate = self.given["gate"].fields(_GATE_KEYS, ("when",), "a gate")
+        gate = probe_written_out(self.given["gate"], self.shape).fields(
+            _GATE_KEYS, ("when",), "a gate"
+        )
         unknown = "unknown {given}; use 'row' or 'last_prompt'"
         when = gate.get("when", "row").choice(("row", "last_prompt"), unknown)
         probe = pack_float32(self.of_lanes(gate["probe"]), gate["probe"].path)

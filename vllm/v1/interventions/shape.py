@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from vllm.config.points import EMBED, FINAL
+from vllm.config.steering import FeatureFile
 from vllm.v1.interventions.makings import AttentionRule
 from vllm.v1.interventions.plan import Site, dtype_of
 
@@ -60,6 +61,8 @@ class TapShape(msgspec.Struct, frozen=True):
     """The layers that have taps, in their order."""
     lenses: dict[str, list[Site]] = {}
     """Lens -> the sites whose rows it can read."""
+    features: dict[str, FeatureFile] = {}
+    """Name -> sparse autoencoder, of those that can be read."""
     vocab_size: int = 0
     """Number of logits of the head, where there are lenses."""
     lens_rows: int = 0

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.logger import init_logger
 from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.executor import Executor
+from vllm.v1.interventions.named_features import need_feature_files
 from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -102,7 +103,10 @@ def start_taps(executor: "Executor") -> TapShape | None:
             "start without enable_steering and capture_consumers, or wire it in patches/taps"
         )
     collect_stages(executor)
-    return msgspec.structs.replace(shapes[0], layers=dict(sorted(layers.items())))
+    shape = msgspec.structs.replace(shapes[0], layers=dict(sorted(layers.items())))
+    features = executor.vllm_config.steering_config.feature_files
+    need_feature_files(features, shape)
+    return msgspec.structs.replace(shape, features=features)
 
 
 def end_with_parent() -> None:

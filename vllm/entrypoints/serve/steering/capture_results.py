@@ -17,7 +17,6 @@ from starlette.concurrency import run_in_threadpool
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm.v1.capture.attention import AttentionRows
-from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.made_rows import MadeRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.interventions.errors import describe
@@ -214,11 +213,7 @@ def _values(rows: _INLINE) -> dict[str, Any]:
     up to the last query's."""
     if isinstance(rows, CapturedRows):
         return pack(rows.values)
-    shown: dict[str, Any] = {}
-    if isinstance(rows, LensRows):
-        shown = {"lens": rows.lens, "asked": list(rows.asked)}
-    elif isinstance(rows, AttentionRows) and rows.ranges:
-        shown = {"ranges": list(rows.ranges)}
+    shown = rows.header
     for name, part in rows.parts().items():
         if isinstance(rows, AttentionRows) and name == "weights":
             weights = [row.movedim(-1, 0) for row in part]

@@ -35,6 +35,10 @@ async def state(request: Request) -> dict[str, Any]:
         "overload_policy": config.capture_overload_policy,
         "inline_max_bytes": config.capture_inline_max_bytes,
         "lenses": _lenses(engine.vllm_config.tap_shape),
+        "features": {
+            name: {"point": file.point, "layer": file.layer}
+            for name, file in engine.vllm_config.steering_config.feature_files.items()
+        },
         "consumers": {
             name: _described(spec) | {"counters": counters[name] if counters is not None else None}
             for name, spec in config.consumers.items()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of a server: completions, and the captures that were made for them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -75,6 +75,20 @@ class Lens(Made):
 
 
 @dataclass
+class Features(Made):
+    """Activations of a sparse autoencoder's features at one site. `given` has what was asked for of
+    "top_ids" (-1 where no more are active) and "top_values" [n, top], "values" [n, ids], "active"
+    [n], the number of active features, and "error" [n], the norm of what the decoder leaves."""
+
+    features: str
+    """The name of the autoencoder."""
+    asked: tuple[int, ...]
+    """The features that were asked for by `ids`."""
+    tokens: tuple[str, ...] = ()
+    """The text of each row's token, where the capture says `"tokens": true`."""
+
+
+@dataclass
 class Attention(Made):
     """Results that were asked for of the attention weights of one layer, query by query. `given`
     has those that were asked for among "mass" and "peak" [n, heads, ranges], and "top_positions"
@@ -103,6 +117,8 @@ class Choice:
     """The attention of each such capture, by layer; by None with `"sum": "all"`."""
     lenses: dict[str, dict[Site, Lens]] = field(default_factory=dict)
     """The rows under a lens of each capture for the consumer `inline`, by site."""
+    features: dict[str, dict[Site, Features]] = field(default_factory=dict)
+    """The features of each capture for the consumer `inline`, by site."""
     stop_reason: int | str | None = None
     """The stop string, token or rule (`"rule:NAME"`) that ended it."""
     rules: dict[str, Any] = field(default_factory=dict)
@@ -147,7 +163,7 @@ def read_rows(payload: Sequence[Mapping[str, Any]] | None) -> dict[Site, Rows]:
     """Read the payload of the consumer `inline`."""
     made = {}
     for entry in payload or ():
-        if entry["point"] == "attn" or "lens" in entry:
+        if entry["point"] == "attn" or "lens" in entry or "features" in entry:
             continue
         positions = np.array(entry["positions"], dtype=np.int64)
         made[entry["point"], entry["layer"]] = Rows(
@@ -185,22 +201,42 @@ def read_attention(payload: Sequence[Mapping[str, Any]] | None) -> dict[int | No
 
 def read_lenses(payload: Sequence[Mapping[str, Any]] | None) -> dict[Site, Lens]:
     """Read what of the payload of the consumer `inline` was read under lenses."""
-    made = {}
     names = ("top_ids", "top_logprobs", "token_logprobs", "token_ranks", "entropy")
+    return {
+        site: Lens(**made, lens=entry["lens"], asked=tuple(entry["asked"]))
+        for site, entry, made in _made(payload, "lens", names)
+    }
+
+
+def read_features(payload: Sequence[Mapping[str, Any]] | None) -> dict[Site, Features]:
+    """Read what of the payload of the consumer `inline` are activations of features."""
+    names = ("top_ids", "top_values", "values", "active", "error")
+    return {
+        site: Features(**made, features=entry["features"], asked=tuple(entry["asked"]))
+        for site, entry, made in _made(payload, "features", names)
+    }
+
+
+def _made(
+    payload: Sequence[Mapping[str, Any]] | None, key: str, names: Sequence[str]
+) -> Iterator[tuple[Site, Mapping[str, Any], dict[str, Any]]]:
+    """Yield the entries of a payload that have a key: (site, entry, fields of its record)."""
     for entry in payload or ():
-        if "lens" not in entry:
+        if key not in entry:
             continue
         positions = np.array(entry["positions"], dtype=np.int64)
-        made[entry["point"], entry["layer"]] = Lens(
-            positions=positions,
-            token_ids=np.array(entry["token_ids"], dtype=np.int64),
-            versions=np.array(entry.get("versions", [0] * len(positions)), dtype=np.int64),
-            given={name: unpack(entry[name]) for name in names if name in entry},
-            lens=entry["lens"],
-            asked=tuple(entry["asked"]),
-            tokens=tuple(entry.get("tokens", ())),
+        site = entry["point"], entry["layer"]
+        yield (
+            site,
+            entry,
+            {
+                "positions": positions,
+                "token_ids": np.array(entry["token_ids"], dtype=np.int64),
+                "versions": np.array(entry.get("versions", [0] * len(positions)), dtype=np.int64),
+                "given": {name: unpack(entry[name]) for name in names if name in entry},
+                "tokens": tuple(entry.get("tokens", ())),
+            },
         )
-    return made
 
 
 def joined(chunks: Sequence[Choice]) -> Choice:
@@ -226,6 +262,10 @@ def joined(chunks: Sequence[Choice]) -> Choice:
             for site, lens in under.items():
                 read = made.lenses.setdefault(name, {})
                 read[site] = _with(read[site], lens) if site in read else lens
+        for name, under_features in chunk.features.items():
+            for site, features in under_features.items():
+                found = made.features.setdefault(name, {})
+                found[site] = _with(found[site], features) if site in found else features
         for name, sites in chunk.captures.items():
             for site, rows in sites.items():
                 parts.setdefault((name, site), []).append(rows)
@@ -241,7 +281,7 @@ def joined(chunks: Sequence[Choice]) -> Choice:
     return made
 
 
-_M = TypeVar("_M", Lens, Attention)
+_M = TypeVar("_M", Lens, Features, Attention)
 
 
 def _with(made: _M, later: _M) -> _M:
@@ -269,6 +309,7 @@ def read_choice(raw: Mapping[str, Any]) -> Choice:
         captures={name: read_rows(result["payload"]) for name, result in inline.items()},
         attention={name: read_attention(result["payload"]) for name, result in inline.items()},
         lenses={name: read_lenses(result["payload"]) for name, result in inline.items()},
+        features={name: read_features(result["payload"]) for name, result in inline.items()},
         stop_reason=raw.get("stop_reason"),
         rules=raw.get("rules") or {},
         capture_results=results,

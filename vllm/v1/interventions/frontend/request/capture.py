@@ -20,7 +20,7 @@ from vllm.v1.interventions.frontend.request.attention import (
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.lens import charge_lenses
-from vllm.v1.interventions.frontend.request.making_fields import Asked, making_of
+from vllm.v1.interventions.frontend.request.making_fields import Asked, hooks_of, making_of
 from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.rules import AskedRule, place_rules
 from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS, Selector
@@ -211,12 +211,11 @@ def _selection(
                 "project, reduce and tokens; name another consumer, or give a list of captures"
             )
         return attention_selection(attention, shape, prompt, fields)
-    if "hooks" not in request:
-        request["hooks"].refuse("is missing: give {point: layers}")
+    hooks = hooks_of(request, shape)
     lanes = tuple(range(shape.lanes))
     if "lane" in request:
         lanes = (request["lane"].lane(shape.lanes),)
-    sites, heads = _sites(request["hooks"], shape, lanes)
+    sites, heads = _sites(hooks, shape, lanes)
     if "lane" in request and not any(point in STREAM_POINTS for point, _ in sites):
         request["lane"].refuse("is of the stream, and hooks name no point there")
     selector = Selector(prompt)

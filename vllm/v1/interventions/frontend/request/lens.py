@@ -76,8 +76,9 @@ def _token(given: Given, shape: TapShape, prompt: Prompt) -> int:
 def charge_lenses(
     selections: Mapping[str, Selection], runs: list[int], shape: TapShape, prompt: Prompt, path: str
 ) -> None:
-    """Count what heads multiply for the prompt's rows, which are made in steps that all requests
-    share. A generated token is one in each step, and the step's budget has room for so many.
+    """Count what heads and autoencoders multiply for the prompt's rows, which are made in steps
+    that all requests share. A generated token is one in each step, and the step's budget has room
+    for so many.
 
     Args:
         selections: by name, of a request.
@@ -88,4 +89,6 @@ def charge_lenses(
     for name, selection in selections.items():
         if each := selection.making.products(hidden, vocab):
             number = rows * len(selection.sites) * each * prompt.work.n
-            prompt.work.charge(number >> 24, Unit.PRODUCTS, f"{path}.{name}.lens")
+            prompt.work.charge(
+                number >> 24, Unit.PRODUCTS, f"{path}.{name}.{selection.making.field}"
+            )

@@ -7,15 +7,26 @@ fields that it excludes.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.config.points import HEAD_POINTS
 from vllm.v1.capture.registry import INLINE
+from vllm.v1.interventions.frontend.request.autoencoder import features_making, hooks_of_features
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.lens import lens_making
 from vllm.v1.interventions.frontend.request.matrices import matrices_of, matrix_digest
 from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.given import Given
-from vllm.v1.interventions.makings import AnyMaking, AsIs, Lens, Making, Mean, Norms, Scores
+from vllm.v1.interventions.makings import (
+    AnyMaking,
+    AsIs,
+    Features,
+    Lens,
+    Making,
+    Mean,
+    Norms,
+    Scores,
+)
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
@@ -71,6 +82,20 @@ def making_of(asked: Asked) -> AnyMaking:
     return making
 
 
+def hooks_of(request: Given, shape: TapShape) -> Given:
+    """Return the hooks of a request: those that it gives, or that one of its fields implies.
+
+    Raises:
+        ValueError: there are none.
+    """
+    for field in _FIELDS:
+        if "hooks" not in request and field.name in request and field.hooks is not None:
+            return Given(field.hooks(request[field.name], shape), request[field.name].path)
+    if "hooks" not in request:
+        request["hooks"].refuse("is missing: give {point: layers}")
+    return request["hooks"]
+
+
 def _has_value(given: Given) -> bool:
     return given.value is not None
 
@@ -89,6 +114,8 @@ class _Field:
     """Raises ValueError if the rows are of a kind that it does not take."""
     is_asked: Callable[[Given], bool] = _has_value
     inline_alone: bool = False
+    hooks: Callable[[Given, TapShape], dict[str, Any]] | None = None
+    """Returns the hooks of a request that gives none."""
 
     @property
     def name(self) -> str:
@@ -154,6 +181,14 @@ _FIELDS = (
         why="cannot be combined with 'project', 'reduce' or 'lens'; give a list of captures",
         is_asked=lambda given: given.value is not None and given.flag(),
         inline_alone=True,
+    ),
+    _Field(
+        Features,
+        lambda given, asked: features_making(given, asked.sites, asked.shape),
+        excludes=("project", "reduce", "lens", "norms"),
+        why="cannot be combined with other makings; give a list of captures",
+        inline_alone=True,
+        hooks=hooks_of_features,
     ),
     _Field(Scores, _scores),
 )

@@ -12,13 +12,14 @@ import torch
 from vllm.config.points import QUERIES
 from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.copies import CopyThreads, integers
+from vllm.v1.capture.features import FeatureRows
 from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.made_rows import MadeRows
 from vllm.v1.capture.results import CapturedRows, RowSource, SiteRows
 from vllm.v1.interventions.frontend.request.capture import TOKENS
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
 from vllm.v1.interventions.frontend.results.pieces import Piece, StreamRows
-from vllm.v1.interventions.makings import Attention, Lens, Making
+from vllm.v1.interventions.makings import Attention, Features, Lens, Making
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site, dtype_of
 from vllm.v1.interventions.positions import in_a_row
 from vllm.v1.interventions.shape import LayerShape
@@ -27,7 +28,11 @@ Texts = Callable[[Sequence[int]], list[str]]
 """A function that returns the text of each of some tokens."""
 
 
-_RESULTS: dict[type[Making], type[MadeRows[Any]]] = {Attention: AttentionRows, Lens: LensRows}
+_RESULTS: dict[type[Making], type[MadeRows[Any]]] = {
+    Attention: AttentionRows,
+    Lens: LensRows,
+    Features: FeatureRows,
+}
 """Making of several fields -> the result that gives them."""
 
 _OF_ALL = ("attn", None)

@@ -2,13 +2,14 @@
 """Makers make, on the device, what leaves in place of rows; and the rows that they start from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.features.autoencoder import Autoencoder
 from vllm.v1.interventions.capture_groups import LocalStream
 from vllm.v1.interventions.step_rows import Block, Blocks
 from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
@@ -33,15 +34,21 @@ class Captured(NamedTuple):
 
 class Material:
     """Rows of streams before anything is made of them, in the arena or computed of what lies there,
-    and the matrices of `project`.
+    and what they are multiplied with.
 
     Args:
         arena: [rows, hidden] on the device.
-        matrices: there too.
+        matrices: those of `project`, there too.
+        autoencoders: name -> autoencoder of this worker's layers, there too.
     """
 
-    def __init__(self, arena: torch.Tensor, matrices: ProjectionTable) -> None:
-        self.arena, self.matrices = arena, matrices
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        matrices: ProjectionTable,
+        autoencoders: Mapping[str, Autoencoder],
+    ) -> None:
+        self.arena, self.matrices, self.autoencoders = arena, matrices, autoencoders
         self._columns: WeakKeyDictionary[LocalStream, torch.Tensor] = WeakKeyDictionary()
         """The columns of streams of heads, on the device."""
 

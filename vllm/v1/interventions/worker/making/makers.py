@@ -1,8 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makers of all kinds of values."""
 
-from vllm.v1.interventions.makings import AsIs, Attention, Lens, Making, Mean, Norms, Scores
+from vllm.v1.interventions.makings import (
+    AsIs,
+    Attention,
+    Features,
+    Lens,
+    Making,
+    Mean,
+    Norms,
+    Scores,
+)
 from vllm.v1.interventions.worker.making.attention import AttentionMaker
+from vllm.v1.interventions.worker.making.features import FeatureMaker
 from vllm.v1.interventions.worker.making.lens import LensMaker
 from vllm.v1.interventions.worker.making.maker import Maker
 from vllm.v1.interventions.worker.making.means import SumMaker
@@ -17,5 +27,6 @@ MAKERS: dict[type[Making], type[Maker]] = {
     Mean: SumMaker,
     Attention: AttentionMaker,
     Lens: LensMaker,
+    Features: FeatureMaker,
 }
 """Making -> its maker. A worker has one of each."""

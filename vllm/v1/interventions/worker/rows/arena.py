@@ -17,6 +17,7 @@ from vllm.config.points import FINAL
 from vllm.model_executor.layers.row_capture import WRITTEN, capture_rows
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.transport.landing import Landing
+from vllm.v1.features.autoencoder import Autoencoder
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups, num_senders
 from vllm.v1.interventions.makings import Attention, Lens
 from vllm.v1.interventions.messages import WorkerRequest
@@ -25,8 +26,9 @@ from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.step_rows import Block, Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention.reader import AttentionReader
 from vllm.v1.interventions.worker.making.attention import AttentionMaker, AttentionRequests
+from vllm.v1.interventions.worker.making.features import on_device
 from vllm.v1.interventions.worker.making.lens import FileLens, LensMaker, LensReader
-from vllm.v1.interventions.worker.making.maker import Captured
+from vllm.v1.interventions.worker.making.maker import Captured, Material
 from vllm.v1.interventions.worker.rows.outbox import Outbox
 from vllm.v1.interventions.worker.rows.pinning import Pinning, landing_bytes
 from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
@@ -143,7 +145,15 @@ class CaptureArena:
             # Alone, a worker is the engine core, whose one thread launches, and waits.
             apart = self._config.parallel_config.world_size > 1
             self.projections = ProjectionTable(hidden, device)
-            self._outbox = Outbox(self.arena, self._landing, self.projections, sleeps=apart)
+            read = self._config.steering_config.feature_files
+            mine = {layer for _, layer in sites}
+            autoencoders = {
+                name: on_device(Autoencoder.load(file.path), device, shape.torch_dtype)
+                for name, file in read.items()
+                if file.layer in mine
+            }
+            material = Material(self.arena, self.projections, autoencoders)
+            self._outbox = Outbox(self._landing, material, sleeps=apart)
 
     def captures(self, site: Site) -> bool:
         """Tell whether this worker can capture at a site."""

@@ -10,7 +10,6 @@ from vllm.v1.interventions.step_rows import Block, StepRows
 from vllm.v1.interventions.worker.making.maker import Captured, Material
 from vllm.v1.interventions.worker.making.makers import MAKERS
 from vllm.v1.interventions.worker.rows.pinning import PIECE_BYTES
-from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
 
 
 class Outbox:
@@ -23,22 +22,21 @@ class Outbox:
     for that.
 
     Args:
-        arena: [rows, hidden] on the device.
         landing: None on a rank that sends nothing.
+        material: has the arena.
         sleeps: whether who waits for rows sleeps meanwhile, and does not spin beside the thread
             that launches kernels; upstream waits for a step's tokens so.
     """
 
     def __init__(
         self,
-        arena: torch.Tensor,
         landing: Landing | None,
-        projections: ProjectionTable,
+        material: Material,
         sleeps: bool = False,
     ) -> None:
+        arena = material.arena
         self._arena, self._landing = arena, landing
         self._cuda, self._sleeps = arena.device.type == "cuda", sleeps
-        material = Material(arena, projections)
         self.makers = {making: maker(material) for making, maker in MAKERS.items()}
         self._straight: list[torch.cuda.Event] = []
         """Events that mark that what leaves from the arena itself has arrived."""

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused of features of sparse autoencoders."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from tests.errors.case import Case, path
+from tests.support.autoencoders import save_autoencoder
+from tests.support.plans import HIDDEN, SHAPE, VECTOR, config_of
+from vllm.config.capture import CaptureConfig
+from vllm.config.intervention_refusals import refuse_unsupported
+from vllm.config.operations import OPERATIONS
+from vllm.config.steering import FeatureFile, SteeringConfig
+from vllm.v1.features.autoencoder import Autoencoder
+from vllm.v1.interventions.named_features import need_feature_files
+
+_FOLDER = tempfile.TemporaryDirectory()
+"""Folder of the autoencoders, while this module is there."""
+
+
+def saved(name: str, hidden: int = HIDDEN, **config: Any) -> str:
+    number = 8
+    tensors = {"W_enc": torch.ones(hidden, number), "W_dec": torch.ones(number, hidden)}
+    tensors |= {"b_enc": torch.zeros(number), "b_dec": torch.zeros(hidden)}
+    config = {"architecture": "standard", **config}
+    return str(save_autoencoder(Path(_FOLDER.name) / name, tensors, **config))
+
+
+FILES = {
+    "mood": FeatureFile(saved("mood"), "post_block", 1),
+    "top": FeatureFile(saved("top", architecture="topk", k=2), "post_block", 1),
+}
+WIDE = FeatureFile(saved("wide", HIDDEN + 1), "post_block", 1)
+OFFERED = msgspec.structs.replace(SHAPE, features=FILES)
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    config = config_of(OFFERED, steering_families=[*OPERATIONS, "gate"], max_steering_rows=64)
+    return {**fields, "config": config}
+
+
+def read(value: Any, **more: Any) -> dict[str, Any]:
+    return asked(capture={"inline": {"features": value, **more}})
+
+
+def write(**more: Any) -> dict[str, Any]:
+    return asked(steering=[{"op": "feature", "features": "mood", "id": 1, "value": 1.0, **more}])
+
+
+def rule(**more: Any) -> dict[str, Any]:
+    return asked(rules=[{"name": "a", "features": "mood", "id": 1, "threshold": 1, **more}])
+
+
+AT, OP = "capture.inline.features", "steering[0]"
+MOOD = {"name": "mood", "top": 2}
+NOTHING_ON = SimpleNamespace(
+    steering_config=SteeringConfig(features=["mood=sae@post_block.1"]),
+    capture_config=CaptureConfig(),
+)
+FEATURES = [
+    Case({}, do=lambda: refuse_unsupported(cast("Any", NOTHING_ON))),
+    Case({"source": "/no/such.npz"}, do=lambda: Autoencoder.load("/no/such.npz")),
+    Case(path(f"{AT}.name"), {**read(MOOD), "config": config_of()}),
+    Case(path(f"{AT}.name", "'moods'", "mood, top"), read({**MOOD, "name": "moods"})),
+    Case(path(AT, "['k']", "name, top, ids, above, error"), read({**MOOD, "k": 1})),
+    Case(path(AT), read({"name": "mood"})),
+    Case(path(f"{AT}.top", "9", "0 to 8"), read({**MOOD, "top": 9})),
+    Case(path(f"{AT}.ids", allowed="64"), read({"name": "mood", "ids": [0] * 65})),
+    Case(path(f"{AT}.ids[1]", "8", "0-7"), read({"name": "mood", "ids": [0, 8]})),
+    Case(path(f"{AT}.above", "-1"), read({**MOOD, "above": -1})),
+    Case(
+        path(f"{AT}.name", "'mood'", point="post_block", layer="1"),
+        read(MOOD, hooks={"post_block": [0]}),
+    ),
+    Case(path(AT), read(MOOD, norms=True)),
+    Case(path(f"{OP}.id", "8", "0-7"), write(id=8)),
+    Case(path(f"{OP}.encoder"), write(encoder=VECTOR)),
+    Case({"path": f"{OP}.features"}, write(features="top")),
+    Case(path("rules[0].threshold", "'x'"), rule(threshold="x")),
+    Case(
+        path("rules[0].threshold"),
+        asked(rules=[{"name": "a", "features": "mood", "id": 1}]),
+    ),
+    Case({"given": "'mood=x'"}, do=lambda: SteeringConfig(features=["mood=x"])),
+    Case(
+        path("features.far", point="post_block", layer="99"),
+        do=lambda: need_feature_files({"far": FILES["mood"]._replace(layer=99)}, SHAPE),
+    ),
+    Case(
+        {"path": "features.wide", "given": "5", "allowed": "4"},
+        do=lambda: need_feature_files({"wide": WIDE}, SHAPE),
+    ),
+]

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features of sparse autoencoders: read from transformers' own rows in float64, and written as the
+operation with the file's own vectors, from engines that chunk, steer and share steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.conformance import models
+from tests.conformance.engine import make_llm, shut_down
+from tests.conformance.models import LAYERS
+from tests.conformance.runner import Reference
+from tests.support import serving
+from tests.support.autoencoders import FEATURES, made_up, save_autoencoder
+from tests.support.serving import Ask, Judge, prompt_of, serve, vector
+from vllm import LLM, RequestOutput
+from vllm.pilot import Autoencoder
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.interventions.worker.making import features as maker
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+pytestmark = [pytest.mark.full, pytest.mark.v2]
+
+K = 12
+SITE = "post_block", 1
+TOLERANCE = 2e-4
+"""Of an activation; rows have norms near 10."""
+APART = 0.2
+STEERED = {"steering_vectors": {"pre_attn": {1: vector(70)}}}
+
+
+JUMP, TOP = made_up(1), made_up(2)
+del TOP["threshold"]
+ENTRIES = {"jump": "post_block.1", "top": f"pre_attn.{LAYERS - 1}", "branch": "mlp_out.2"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of SAELens: JumpReLU of the stream and of a branch, TopK of the stream."""
+    root = tmp_path_factory.mktemp("saes")
+    return {
+        "jump": save_autoencoder(root / "jump", JUMP),
+        "top": save_autoencoder(
+            root / "top", TOP, architecture="topk", k=K, apply_b_dec_to_input=True
+        ),
+        "branch": save_autoencoder(root / "branch", JUMP, apply_b_dec_to_input=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_models: TinyModels, files: dict[str, Path]) -> Iterator[tuple[LLM, Judge]]:
+    path, row = tiny_models.path("llama"), tiny_models.row("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(maker, "ACTIVATION_BYTES", 7 * 4 * FEATURES)  # seven rows at a time
+        llm = make_llm(
+            path,
+            enable_steering=True,
+            steering_families=["add", "feature", "gate", "ablate"],
+            capture_consumers=["inline"],
+            features=[f"{name}={files[name]}@{site}" for name, site in ENTRIES.items()],
+            max_num_batched_tokens=16,
+            **row.engine,
+        )
+    yield llm, Judge(Reference(row, models.load(row, path)))
+    shut_down(llm)
+
+
+def inline(*captures: dict[str, Any]) -> dict[str, Any]:
+    return {"capture": {"inline": captures[0] if len(captures) == 1 else list(captures)}}
+
+
+def read(**features: Any) -> dict[str, Any]:
+    return {"features": features, "positions": "all"}
+
+
+def before(
+    given: dict[str, torch.Tensor], x: torch.Tensor, subtracts: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the encoder makes of rows, float64, and the rows."""
+    t = {name: tensor.double() for name, tensor in given.items()}
+    x = x.double()
+    return (x - t["b_dec"] * subtracts) @ t["W_enc"] + t["b_enc"], x
+
+
+def jumped(z: torch.Tensor) -> torch.Tensor:
+    return torch.where(z > JUMP["threshold"].double(), z.clamp(min=0), 0.0)
+
+
+def near(z: torch.Tensor) -> torch.Tensor:
+    """Rows in which a feature is so near its threshold that rounding decides."""
+    return ((z - JUMP["threshold"].double()).abs() < 1e-4).any(1)
+
+
+def test_features_are_what_the_file_says_of_transformers_rows(pair: tuple[LLM, Judge]) -> None:
+    """Steered and plain, in prompts that are cut and in generated tokens."""
+    llm, judge = pair
+    asked = [
+        read(name="jump", top=7, ids=[5, 0, 159], error=True),
+        read(name="top", top=20, ids=[3]),
+        read(name="jump", ids=[9], above=1.5),
+        read(name="branch", top=4, error=True),
+    ]
+    asks = [
+        Ask(prompt_of(20, 70), inline(*asked)),
+        Ask(prompt_of(20, 70), {**STEERED, **inline(*asked)}),
+        Ask(prompt_of(9, 72), inline({**asked[0], "positions": [0, -1]})),
+    ]
+    with serving.watching(llm) as steps:
+        outputs = serve(llm, asks, log_probs=False)
+    assert len(steps.chunks(0)) > serving.GENERATED, "the prompt was not cut"
+    moved = []
+    for ask, output in zip(asks[:2], outputs[:2], strict=True):
+        completion = output.outputs[0]
+        results = completion.capture_results
+        assert {result.status for result in results.values()} == {"ok"}
+        sequence = [*ask.prompt, *completion.token_ids][:-1]
+        streams = judge.reference.run(sequence, judge.deltas(ask, sequence)).rows
+        jump, top, high, branch = (
+            next(iter(results[f"inline[{i}]"].payload.values())) for i in range(4)
+        )
+        z, x = before(JUMP, streams[SITE], subtracts=False)
+        f, sure = jumped(z), ~near(z)
+        assert sure.float().mean() > 0.5
+        assert (jump.features, jump.asked) == ("jump", (5, 0, 159))
+        assert jump.token_ids.tolist() == sequence and jump.give == (
+            "top",
+            "ids",
+            "active",
+            "error",
+        )
+        best = f.topk(7)
+        assert (jump.top_values - best.values)[sure].abs().max() < TOLERANCE
+        assert (f.gather(1, jump.top_ids.long()) - best.values)[sure].abs().max() < TOLERANCE
+        assert (jump.values - f[:, [5, 0, 159]])[sure].abs().max() < TOLERANCE
+        assert (jump.values - f[:, [6, 1, 158]])[sure].abs().max() > APART
+        assert torch.equal(jump.active[sure].long(), (f > 0).sum(1)[sure])
+        left = x - f @ JUMP["W_dec"].double() - JUMP["b_dec"].double()
+        assert (jump.error - left.norm(dim=1))[sure].abs().max() < 1e-3
+        assert (jump.error - (left + JUMP["b_dec"]).norm(dim=1)).abs().min() > 1e-3
+        assert torch.equal(high.active[sure].long(), (f > 1.5).sum(1)[sure])
+        assert (high.values[:, 0] - f[:, 9])[sure].abs().max() < TOLERANCE
+        z, _ = before(TOP, streams["pre_attn", LAYERS - 1], subtracts=True)
+        best = z.clamp(min=0).topk(K)
+        assert (top.top_values[:, :K] - best.values).abs().max() < TOLERANCE
+        assert (top.top_ids[:, K:] == -1).all() and not top.top_values[:, K:].any()
+        assert (top.active == K).all(), "as many as TopK leaves"
+        z, x = before(JUMP, streams["post_block", 2] - streams["post_attn", 2], subtracts=True)
+        f, sure = jumped(z), ~near(z)
+        assert (branch.top_values - f.topk(4).values)[sure].abs().max() < TOLERANCE
+        moved.append(jump)
+    assert (moved[0].top_values - moved[1].top_values)[:20].abs().max() > APART
+    few = next(iter(outputs[2].outputs[0].capture_results["inline"].payload.values()))
+    assert few.positions.tolist() == [0, 8] and few.at(8).top_ids.shape == (1, 7)
+    with pytest.raises(ValueError, match="'ids' was not asked for"):
+        _ = top.values if not top.asked else branch.values
+
+
+def test_an_operation_names_what_a_file_has(
+    pair: tuple[LLM, Judge], files: dict[str, Path]
+) -> None:
+    """Bit for bit what the file's vectors do, at the file's site; another feature does another
+    thing. So with a gate, and with operations that write the decoder's row alone."""
+    llm, _ = pair
+    sae, prompt = Autoencoder.load(files["jump"]), prompt_of(20, 75)
+    named = {"features": "jump", "id": 7}
+    site = {"point": "post_block", "layers": 1}
+    of_file: dict[str, Any] = sae.op(7, "post_block", 1)
+    probe = {"probe": of_file["encoder"], "threshold": 1.0 - of_file["bias"], "sharpness": 1e3}
+    assert of_file["threshold"] < 1.0
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "feature": (
+            {"op": "feature", **named, "value": 8.0},
+            sae.op(7, "post_block", 1, value=8.0),
+        ),
+        "add": (
+            {"op": "add", **named, "scale": 9.0, "positions": "all_generated"},
+            {"op": "add", **site, "vector": sae.decoder[7], "scale": 9.0}
+            | {"positions": "all_generated"},
+        ),
+        "ablate": (
+            {"op": "ablate", **named, "layers": [0, 2]},
+            {"op": "ablate", **site, "layers": [0, 2], "direction": sae.decoder[7]},
+        ),
+        "gate": (
+            {"op": "add", **site, "vector": vector(3)}
+            | {"gate": {**named, "threshold": 1.0, "sharpness": 1e3}},
+            {"op": "add", **site, "vector": vector(3), "gate": probe},
+        ),
+    }
+    rows = {"hooks": {"post_block": [1, 3]}, "positions": "all"}
+    asks = [Ask(prompt, inline(rows))]
+    for by_name, by_vector in cases.values():
+        asks += [Ask(prompt, {"steering": [op], **inline(rows)}) for op in (by_name, by_vector)]
+        other = json.loads(json.dumps(by_name, default=lambda tensor: tensor.tolist()))
+        other.get("gate", other)["id"] = 8
+        asks.append(Ask(prompt, {"steering": [other], **inline(rows)}))
+    outputs = serve(llm, asks, log_probs=False)
+    made = [
+        torch.stack([r.values for r in o.outputs[0].capture_results["inline"].payload.values()])
+        for o in outputs
+    ]
+    for i, case in enumerate(cases):
+        named_rows, vector_rows, other_rows = made[1 + 3 * i : 4 + 3 * i]
+        assert torch.equal(named_rows, vector_rows), case
+        assert (named_rows - other_rows).abs().max() > APART, case
+        assert (named_rows - made[0]).abs().max() > APART, case
+
+
+def test_a_rule_watches_a_feature(pair: tuple[LLM, Judge]) -> None:
+    """It fires at the first generated token whose activation is above the threshold, which is a
+    number between the activations that come."""
+    llm, _ = pair
+    prompt = prompt_of(12, 76)
+    [plain] = serve(llm, [Ask(prompt, inline(read(name="jump", ids=[*range(40)])))], False)
+    rows = next(iter(plain.outputs[0].capture_results["inline"].payload.values()))
+    f = rows.values[len(prompt) :]
+    feature = int((f.max(0).values - f.min(0).values).argmax())
+    middle = float(f[:, feature].max() + f[:, feature].min()) / 2
+    want = int((f[:, feature] > middle).nonzero()[0, 0]) + len(prompt)
+    rule = {"name": "seen", "features": "jump", "id": feature, "threshold": middle}
+    low = {**rule, "name": "ever", "threshold": 1e4}
+    [output] = serve(llm, [Ask(prompt, {"rules": [rule, low]})], log_probs=False)
+    fired = output.outputs[0].rules
+    assert fired["seen"].fired_at == want
+    assert fired["ever"].fired_at is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (inline(read(name="none", top=1)), "unknown features 'none'; known are jump, top, branch"),
+        (inline(read(name="jump")), "asks for nothing: give top, ids or error"),
+        (inline(read(name="jump", top=129)), "top: must be an int from 0 to 128, got 129"),
+        (inline(read(name="jump", ids=[160])), r"ids\[0\]: feature 160 is none of 0-159"),
+        (inline(read(name="jump", top=1, above=-1)), "above: must be at least 0, got -1"),
+        (inline(read(name="jump", top=1, k=2)), "features: unknown keys? "),
+        (
+            inline({**read(name="jump", top=1), "hooks": {"post_block": [2]}}),
+            "'jump' reads post_block of layer 1: leave out hooks",
+        ),
+        (inline({**read(name="jump", top=1), "norms": True}), "cannot be combined with"),
+        (
+            {"steering": [{"op": "feature", "features": "jump", "value": 1}]},
+            "id: must be a feature",
+        ),
+        (
+            {"steering": [{"op": "feature", "features": "top", "id": 1, "value": 1}]},
+            "is TopK: whether a feature is active depends on all others",
+        ),
+        (
+            {"steering": [{"op": "feature", "features": "jump", "id": 1, "bias": 0, "value": 1}]},
+            "bias: is the feature's own: leave it out",
+        ),
+        (
+            {"steering": [{"op": "feature", "features": "branch", "id": 1, "value": 1}]},
+            "mlp_out is made of two rows|cannot be steered|post_block",
+        ),
+        ({"rules": [{"name": "a", "features": "jump", "id": 1}]}, "threshold: is missing"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    pair: tuple[LLM, Judge], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        serve(pair[0], [Ask(prompt_of(4, 1), fields)])
+
+
+def test_deltas_are_the_whole(pair: tuple[LLM, Judge]) -> None:
+    llm, _ = pair
+    ask = Ask(prompt_of(20, 81), inline(read(name="jump", top=3, ids=[2], error=True)))
+    (whole,) = serve(llm, [ask])
+    [expected] = whole.outputs[0].capture_results["inline"].payload.values()
+    params = ask.params()
+    params.output_kind = RequestOutputKind.DELTA
+    llm.llm_engine.add_request("deltas", {"prompt_token_ids": ask.prompt}, params)
+    parts = list[Any]()
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            assert isinstance(output, RequestOutput)
+            assert output.outputs[0].capture_results is not None
+            parts += output.outputs[0].capture_results["inline"].payload.values()
+    assert len(parts) > 3
+    for name in ("top_ids", "top_values", "values", "active", "error"):
+        joined = torch.cat([getattr(rows, name) for rows in parts])
+        assert torch.equal(joined, getattr(expected, name)), name

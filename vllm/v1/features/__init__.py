@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse autoencoders: their files, and what features of rows are. No part of an engine.
+
+files.py        files of the tools that train them, as tensors of one kind
+autoencoder.py  activations of rows, features as operations
+"""

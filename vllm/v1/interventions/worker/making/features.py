@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations of sparse autoencoders' features, made of captured rows after the forward.
+
+In plain PyTorch, a bounded number of activations at a time: on the stream of the forward, outside
+all graphs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.features.autoencoder import Autoencoder
+from vllm.v1.interventions.capture_groups import LocalStream
+from vllm.v1.interventions.makings import Features
+from vllm.v1.interventions.step_rows import Block
+from vllm.v1.interventions.worker.making.maker import Captured, Maker, Material
+
+ACTIVATION_BYTES = 64 << 20
+"""Device memory that activations may take as float32, at a time."""
+ID_LISTS = 256
+"""Number of lists of features that stay on the device."""
+
+
+def on_device(autoencoder: Autoencoder, device: torch.device, dtype: torch.dtype) -> Autoencoder:
+    """Return an autoencoder whose tensors are on a device.
+
+    Args:
+        dtype: of the model. On a GPU matrices are of it, and products are added up in float32; a
+            CPU multiplies in float32.
+    """
+    dtype = dtype if device.type == "cuda" else torch.float32
+    return replace(
+        autoencoder,
+        encoder=autoencoder.encoder.to(device, dtype),
+        decoder=autoencoder.decoder.to(device, dtype),
+        bias=autoencoder.bias.to(device),
+        decoder_bias=autoencoder.decoder_bias.to(device),
+        threshold=autoencoder.threshold.to(device),
+    )
+
+
+class FeatureMaker(Maker):
+    """Makes `Features`, float32 [count, 1, width]."""
+
+    def __init__(self, material: Material) -> None:
+        super().__init__(material)
+
+        @lru_cache(ID_LISTS)
+        def ids_on_device(ids: tuple[int, ...]) -> torch.Tensor:
+            return async_tensor_h2d(np.array(ids, dtype=np.int64), material.arena.device)
+
+        self._ids = ids_on_device
+
+    def make(self, block: Block, stream: LocalStream, captured: Captured) -> torch.Tensor:
+        """Read the rows of the site under the autoencoder."""
+        making = stream.making
+        assert isinstance(making, Features)
+        arena, sites = self.material.arena, len(stream.places)
+        width = making.width(1, arena.shape[1])
+        made = torch.empty(block.count, sites, width, device=arena.device)
+        ids, widths = self._ids(making.ids), [field.width for field in making.fields]
+        number = max(ACTIVATION_BYTES // (4 * making.size), 1)
+        # An autoencoder has one site; of another worker's site nothing is here.
+        for _, rows in self.material.by_run(block, stream):
+            autoencoder = self.material.autoencoders[making.name]
+            parts = rows.flatten(0, 1).split(number), made.flatten(0, 1).split(number)
+            for some, into in zip(*parts, strict=True):
+                _read(making, autoencoder, some, ids, into.split(widths, dim=1))
+        return made
+
+
+def _read(
+    making: Features,
+    autoencoder: Autoencoder,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    into: Sequence[torch.Tensor],
+) -> None:
+    """Write what is given of rows [n, hidden] to the fields, each [n, width]."""
+    top_ids, top_values, values, active, error = into
+    activations = autoencoder.active(_product(rows, autoencoder.encoder))
+    if making.top:
+        found = activations.topk(making.top)
+        is_active = found.values > making.above
+        top_ids.view(torch.int32).copy_(found.indices.where(is_active, -1))
+        top_values.copy_(found.values.where(is_active, 0.0))
+    values.copy_(activations[:, ids])
+    active.view(torch.int32)[:, 0] = (activations > making.above).sum(1)
+    if making.error:
+        decoded = _product(activations.to(autoencoder.decoder.dtype), autoencoder.decoder)
+        error[:, 0] = (rows.float() - decoded - autoencoder.decoder_bias).norm(dim=1)
+
+
+def _product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Multiply rows with a matrix; the result is float32."""
+    if matrix.dtype == torch.float32:
+        return rows.float() @ matrix
+    return torch.mm(rows.to(matrix.dtype), matrix, out_dtype=torch.float32)
