@@ -79,7 +79,7 @@ def main() -> None:
             taps.append(self)
 
     runner.SiteTap = Kept  # type: ignore[assignment,misc]
-    served = Served(Start(str(args.model.resolve()), options, CONTENTS, "", False))
+    served = Served(Start(str(args.model.resolve()), options, CONTENTS, "", False, False))
 
     def tpot(asks: Asks, kind: type[SiteTap], requests: int) -> tuple[float, tuple[int, ...]]:
         for tap in taps:

@@ -112,6 +112,9 @@ class Served:
             span = {"start": 8 + index, "stop": 40 + index}  # no two requests have the same keys
             entry = {"op": "focus", "layers": "all", "span": span, "factor": asks.focus}
             fields["steering"] = [entry]
+        if asks.feature:
+            entry = {"op": "feature", "features": "sae", "id": 100 + index, "value": 8.0}
+            fields["steering"] = [entry]
         if asks.rule:
             probe = [1.0] * self._hidden
             rule = {"name": "never", "point": "post_block", "probe": probe, "threshold": 1e30}
@@ -131,6 +134,8 @@ class Served:
                 "give": ["mass"],
             }
             return {"attention": attention}
+        if asks.capture == "features":
+            return {"features": {"name": "sae", "top": 32}, "positions": asks.positions}
         hooks: dict[str, Any] = {"q": "all", "z": "all"}
         if asks.capture != "q and z":
             hooks = {"post_block": self._captured_layers(asks)}
@@ -157,10 +162,7 @@ class Served:
             sites = {"q and z": 2 * self._layers, "mass": self._layers, "a few": few}
             assert len(result.payload) == sites.get(batch.asks.capture, layers)
             for site in result.payload.values():
-                if batch.asks.capture in MASS:
-                    values = site.mass
-                else:
-                    values = site.top_logprobs if batch.asks.capture == "lens" else site.values
+                values = _values(site, batch.asks.capture)
                 assert len(values) == rows
                 size += values.nbytes
         return size
@@ -188,12 +190,21 @@ class Served:
         return answer
 
 
+def _values(rows: Any, capture: str) -> Any:
+    """Values of the rows at a site: float32 [rows, ...]."""
+    if capture in MASS:
+        return rows.mass
+    if capture == "features":
+        return rows.top_values
+    return rows.top_logprobs if capture == "lens" else rows.values
+
+
 def serve(pipe: Connection, start: Start, served: Served) -> None:
     """Until the pipe ends: `EOFError`."""
     import vllm
 
     if start.stock:
-        served.check_origin(start.stock)
+        served.check_origin(start.tree)
     pipe.send(f"{vllm.__version__} from {Path(vllm.__file__).parent}")
     while True:
         work = pipe.recv()

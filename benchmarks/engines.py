@@ -44,6 +44,8 @@ class Engine:
     options: Mapping[str, Any] = field(default_factory=dict)
     modules: int = 0
     stock: bool = False
+    before: bool = False
+    """True if it runs another build of this fork, that of `--before`."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,11 @@ class Asks:
     Args:
         distinct: contents among the requests that steer (all points of all layers); 0: none steers.
         capture: layers whose `post_block` is captured, "middle" or "all", or what the logit "lens"
-            has for the middle layer: 10 tokens and the entropy; of attention, "q and z"
-            of all layers, the "mass" of two key ranges, each request's own, of all heads, or of "a
-            few" (4 heads of 6 layers); "": none captures.
+            has for the middle layer: 10 tokens and the entropy; the 32 most active "features" of
+            "sae"; of attention, "q and z" of all layers, the "mass" of two key ranges, each
+            request's own, of all heads, or of "a few" (4 heads of 6 layers); "": none captures.
         positions: of the capture.
+        feature: whether each has one feature of its own of the autoencoder "sae" set.
         rule: whether each has one rule at the middle layer, the same, that never fires.
         every: one request of so many asks for this, the others are bystanders.
         modules: what the names of the modules that steer begin with.
@@ -66,6 +69,7 @@ class Asks:
 
     distinct: int = 0
     capture: str = ""
+    feature: bool = False
     rule: bool = False
     positions: str = "all_generated"
     every: int = 1
@@ -119,7 +123,10 @@ class Start:
     model: str
     options: Mapping[str, Any]
     modules: int
-    stock: str
+    tree: str
+    """The folder that vLLM is imported from; "" for ours."""
+    stock: bool
+    """True if that is upstream's own."""
     processes: bool
 
 
@@ -128,6 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser, kv_bytes: int) -> None:
     parser.add_argument(
         "--stock", type=Path, help="upstream's own tree, to be measured beside ours"
     )
+    parser.add_argument("--before", type=Path, help="another build of this fork, likewise")
     parser.add_argument("--kv-bytes", type=int, default=kv_bytes, help="KV cache of each engine")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument(
@@ -185,7 +193,10 @@ class Engines:
                 model,
                 {**options, **engine.options},
                 engine.modules,
-                str(args.stock.resolve()) if engine.stock else "",
+                str((args.stock if engine.stock else args.before).resolve())
+                if engine.stock or engine.before
+                else "",
+                engine.stock,
                 args.processes,
             )
             for name, engine in engines.items()
@@ -194,12 +205,12 @@ class Engines:
     def _launch(self, name: str, start: Start) -> None:
         ours, theirs = Pipe()
         environment = dict(os.environ)
-        path = [start.stock, os.environ.get("PYTHONPATH", ""), str(ROOT)]
+        path = [start.tree, os.environ.get("PYTHONPATH", ""), str(ROOT)]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-        if start.stock:
+        if start.tree:
             # Neither tree may find what the other compiled.
             cache = os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
-            environment["VLLM_CACHE_ROOT"] = f"{cache}-stock"
+            environment["VLLM_CACHE_ROOT"] = f"{cache}-stock" if start.stock else f"{cache}-before"
         self._processes[name] = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.engine_process", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],

@@ -231,7 +231,7 @@ def main() -> None:
     if not args.eager:
         # The graphs that are used; prefill uses none.
         options["compilation_config"] = {"cudagraph_capture_sizes": [args.decode or 1]}
-    served = Served(Start(str(args.model.resolve()), options, CONTENTS, "", False))
+    served = Served(Start(str(args.model.resolve()), options, CONTENTS, "", False, False))
     for index in range(CONTENTS):
         served.register(f"faint-{index}", index, FAINT)
     cases = Cases(args, served)

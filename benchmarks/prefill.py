@@ -8,6 +8,7 @@ caching is off. Also requests a second with short prompts of which the last toke
 layers, and, in the same rounds, the rate of copies from the device into pinned memory, which bounds
 capture. Engines, rounds and "stock" are as in `benchmarks.tpot`.
 
+"32 features" are the most active of the 65,536 of an autoencoder of the middle layer.
 "capture all prompt" captures `post_block` of all layers at every prompt token; the clock stops when
 all rows are in host memory and the requests' outputs hold them.
 
@@ -20,12 +21,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks import results
+from benchmarks.autoencoders import save_autoencoder
 from benchmarks.engines import (
     NOTHING,
     Asks,
@@ -51,6 +55,7 @@ CASES: dict[str, dict[str, tuple[str, Asks]]] = {
         **PLAIN,
         "steer": ("steering", Asks(distinct=CONTENTS)),
         "capture all prompt": ("capture", Asks(capture="all", positions="all_prompt")),
+        "32 features": ("features", Asks(capture="features", positions="all_prompt")),
     },
     "requests": {
         **PLAIN,
@@ -82,14 +87,16 @@ def post_block_options(args: argparse.Namespace) -> dict[str, Any]:
     return {**CAPTURE, "capture_points": ["post_block"], "capture_buffer_bytes": buffer}
 
 
-def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
+def engines_of(args: argparse.Namespace, features: str) -> dict[str, Engine]:
+    """The engines by name; `features` is the entry of an autoencoder."""
     steering = {"enable_steering": True}
     return {
-        **({"stock": Engine(stock=True)} if args.stock else {}),
+        "stock": Engine(stock=True),
         "off": Engine(),
         "both": Engine({**steering, **CAPTURE}),
         "steering": Engine(steering, modules=CONTENTS),
         "capture": Engine(post_block_options(args)),
+        "features": Engine({**post_block_options(args), "features": [features]}),
     }
 
 
@@ -108,16 +115,18 @@ class Measured:
         self._engines = engines
         self._loads = loads_of(args)
         self._cases = {
-            quantity: {n: case for n, case in cases.items() if args.stock or n != "stock"}
+            quantity: {n: case for n, case in cases.items() if n in args.cases}
             for quantity, cases in CASES.items()
         }
+        self._any = self._cases["prefill"][args.cases[0]][0]
+        """An engine that copies are measured with."""
         self._rates: dict[tuple[str, str], list[float]] = defaultdict(list)
         self._captured: dict[tuple[str, str], list[float]] = defaultdict(list)
         self._copies: list[float] = []
 
     def round(self, number: int) -> None:
         """Round 0 warms up, and is not kept."""
-        copied = self._engines.copy_rate("off", COPIED) / 1e9
+        copied = self._engines.copy_rate(self._any, COPIED) / 1e9
         if number:
             self._copies.append(copied)
         for quantity, load in self._loads.items():
@@ -155,7 +164,19 @@ def main() -> None:
     parser.add_argument("--last-requests", type=int, default=256)
     parser.add_argument("--last-prompt", type=int, default=128, help="tokens of each of these")
     parser.add_argument("--step-tokens", type=int, default=8192, help="at most, of one step")
+    names = [*CASES["prefill"], *CASES["requests"]]
+    parser.add_argument(
+        "--cases", nargs="+", default=[*CASES["prefill"], "capture last prompt"], choices=names
+    )
     args = parser.parse_args()
+    if args.stock is None:
+        args.cases = [name for name in args.cases if name != "stock"]
+    used = {case[n][0] for case in CASES.values() for n in case if n in args.cases}
+    folder = tempfile.TemporaryDirectory()
+    features = ""
+    if "features" in used:
+        features = save_autoencoder(Path(folder.name) / "sae", args.model)
+    started = {name: each for name, each in engines_of(args, features).items() if name in used}
     common: dict[str, Any] = {
         "max_model_len": max(args.prompt, args.last_prompt) + 1,
         "max_num_seqs": max(args.requests, args.last_requests),
@@ -165,7 +186,7 @@ def main() -> None:
         # Prefill uses no graphs; to make them is most of an engine's start.
         common["compilation_config"] = {"cudagraph_capture_sizes": [1]}
     name = run_name("prefill", args)
-    with Engines(engines_of(args), args, **common) as engines:
+    with Engines(started, args, **common) as engines:
         setup = results.setup(args, model=model_shape(args.model), engines=engines.versions)
         measured = Measured(engines, args)
         for number in range(args.rounds + 1):

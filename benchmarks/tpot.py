@@ -5,7 +5,8 @@
         [--processes] [--settle SECONDS] [--landing-gib GIB]
 
 "rule": every request has one, which scores each generated token and never fires. "lens": each has
-the logit lens of the middle layer, of each generated token.
+the logit lens of the middle layer, of each generated token; "32 features" the most active of the
+65,536 of an autoencoder there, and with "set a feature" each request sets one of its own.
 
 TPOT = (t(8 + n tokens) - t(8 tokens)) / n, n of --tokens; of a batch that is sent at once. Engines
 stay loaded and rounds go around the cases, forth and back, so that drift of the machine hits all
@@ -18,7 +19,8 @@ all with the same). Bystanders: one request of eight is steered at all points an
 layer, and the time is that of the others, until the last of them is complete. The engine that
 captures was started for `post_block` alone, and the one that steers captures nothing; "all taps":
 one that can do both everywhere, which idles and has the bystanders too. --cases starts those
-engines alone that its cases need.
+engines alone that its cases need. With --before DIR, another build of this fork that was assembled
+into DIR runs each case, too, in the same rounds.
 
 On a CPU, in a minute: VLLM_USE_V2_MODEL_RUNNER=0 VLLM_CPU_OMP_THREADS_BIND=nobind python -m
 benchmarks.tpot --model TINY --dtype float32 --eager --kv-bytes 16777216 --rounds 2 --tokens 16
@@ -28,12 +30,16 @@ benchmarks.tpot --model TINY --dtype float32 --eager --kv-bytes 16777216 --round
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks import results
+from benchmarks.autoencoders import save_autoencoder
 from benchmarks.engines import (
     NOTHING,
     Answer,
@@ -52,6 +58,8 @@ EVERY = 8
 """In a batch with bystanders, one request of so many asks for something."""
 OTHERS = f"TPOT of {EVERY - 1} in {EVERY}"
 
+BEFORE = ", before"
+"""End of the names of cases and engines of another build."""
 ONE_CONTENT = "steer, one content"
 
 
@@ -79,6 +87,9 @@ CASES = {
     "rule": Case("capture", Asks(rule=True)),
     "idle, lens": Case("lens"),
     "lens of 1 layer": Case("lens", Asks(capture="lens")),
+    "idle, features": Case("features"),
+    "set a feature": Case("features", Asks(feature=True)),
+    "32 features": Case("features", Asks(capture="features")),
     "steer, all taps": Case("both", own=True),
     "capture 1 layer, all taps": Case("both", Asks(capture="middle")),
     "capture all layers, all taps": Case("both", Asks(capture="all")),
@@ -86,8 +97,12 @@ CASES = {
 }
 
 
-def engines_of(largest: int, landing_gib: float | None) -> dict[str, Engine]:
-    """The engines by name, for batches of up to `largest` requests."""
+def engines_of(largest: int, landing_gib: float | None, features: str) -> dict[str, Engine]:
+    """The engines by name, for batches of up to `largest` requests.
+
+    Args:
+        features: the entry of an autoencoder.
+    """
     steering = {"enable_steering": True, "max_steering_configs": largest}
     capture: dict[str, Any] = {"capture_consumers": ["inline"], "capture_inline_max_bytes": 1 << 34}
     if landing_gib is not None:
@@ -98,6 +113,13 @@ def engines_of(largest: int, landing_gib: float | None) -> dict[str, Engine]:
         "both": Engine({**steering, **capture}, modules=largest),
         "steering": Engine(steering, modules=largest),
         "capture": Engine({**capture, "capture_points": ["post_block"]}),
+        "features": Engine(
+            {
+                **{**steering, **capture, "capture_points": ["post_block"]},
+                **{"steering_points": ["post_block"], "steering_families": ["add", "feature"]},
+                "features": [features],
+            }
+        ),
         "lens": Engine({**capture, "capture_points": ["post_block"], "capture_lens": ["logit"]}),
     }
 
@@ -105,11 +127,17 @@ def engines_of(largest: int, landing_gib: float | None) -> dict[str, Engine]:
 class Measured:
     """Seconds a token of each case in each round, at one batch size."""
 
-    def __init__(self, args: argparse.Namespace, engines: Engines, requests: int) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        engines: Engines,
+        requests: int,
+        cases: Mapping[str, Case],
+    ) -> None:
         self._args = args
         self._engines = engines
         self._requests = requests
-        self._cases = {n: CASES[n] for n in args.cases if CASES[n].least <= requests}
+        self._cases = {n: case for n, case in cases.items() if case.least <= requests}
         self._all: dict[str, list[float]] = defaultdict(list)
         self._others: dict[str, list[float]] = defaultdict(list)
         self._last: dict[str, Answer] = {}
@@ -182,9 +210,19 @@ def main() -> None:
     args = parser.parse_args()
     if args.stock is None:
         args.cases = [name for name in args.cases if name != "stock"]
+    cases = {name: CASES[name] for name in args.cases}
+    if args.before is not None:
+        ours = [name for name in cases if name != "stock"]
+        cases |= {f"{n}{BEFORE}": replace(CASES[n], engine=CASES[n].engine + BEFORE) for n in ours}
     largest = max(args.batch)
-    used = {CASES[name].engine for name in args.cases}
-    started = {name: e for name, e in engines_of(largest, args.landing_gib).items() if name in used}
+    used = {case.engine for case in cases.values()}
+    folder = tempfile.TemporaryDirectory()
+    features = ""
+    if "features" in used:
+        features = save_autoencoder(Path(folder.name) / "sae", args.model)
+    known = engines_of(largest, args.landing_gib, features)
+    known |= {f"{name}{BEFORE}": replace(engine, before=True) for name, engine in known.items()}
+    started = {name: engine for name, engine in known.items() if name in used}
     common = {
         "max_model_len": args.prompt + SHORT + args.tokens,
         "max_num_seqs": largest,
@@ -196,7 +234,7 @@ def main() -> None:
     name = run_name("tpot", args)
     with Engines(started, args, **common) as engines:
         setup = results.setup(args, model=model_shape(args.model), engines=engines.versions)
-        batches = [Measured(args, engines, requests) for requests in args.batch]
+        batches = [Measured(args, engines, requests, cases) for requests in args.batch]
         for number, measured in enumerate(batches):
             measured.warm_up(SHORT if number else args.warm_up)
         time.sleep(args.settle)  # memory that rows land in is registered after the start, too

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.full
 
 SMALL = ["--dtype", "float32", "--eager", "--kv-bytes", "16777216", "--rounds", "1"]
 TPOT = ["--batch", "1", "--tokens", "4", "--prompt", "8", "--warm-up", "16"]
-CASES = ["off", "idle", "steer", "capture 1 layer", "bystanders", "rule"]
+CASES = ["off", "idle", "steer", "capture 1 layer", "bystanders", "rule", "32 features"]
 """Of `benchmarks.tpot`: those that need no tree of upstream's."""
 
 

@@ -17,8 +17,18 @@ from tests.gpu.run import MODES
 
 pytestmark = pytest.mark.gpu
 
-SCRIPTS = ("sleep", "starts", "stale", "offload", "extractor", "terms", "invariant", "quantised")
-TWO = ("run --only full_and_piecewise heads focus", "invariant", "orphans")
+SCRIPTS = (
+    "sleep",
+    "starts",
+    "stale",
+    "offload",
+    "extractor",
+    "terms",
+    "invariant",
+    "quantised",
+    "features",
+)
+TWO = ("run --only full_and_piecewise heads focus", "invariant", "features", "orphans")
 """Scripts, with arguments, that run tensor-parallel, too."""
 
 
