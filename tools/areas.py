@@ -318,7 +318,7 @@ AREAS = (
     ),
     Area(
         "compatibility",
-        budget=715,
+        budget=1025,
         planned=640,
         places=(
             "vllm/config/compat.py",

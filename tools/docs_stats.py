@@ -17,7 +17,7 @@ BUDGETS = {
     "docs/capture-files.md": 1050,
     "docs/features.md": 720,
     "docs/capture.md": 4020,
-    "docs/coming-from.md": 1000,
+    "docs/coming-from.md": 1120,
     "docs/cookbook.md": 720,
     "docs/datasets.md": 800,
     "docs/design.md": 2900,

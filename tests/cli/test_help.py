@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.config.compat import FAMILIES
+from vllm.config.compat import NEEDS
 from vllm.engine import arg_utils
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -45,7 +45,7 @@ def test_our_groups_stand_first(parser: FlexibleArgumentParser) -> None:
 @pytest.mark.parametrize(
     ("option", "values"),
     [
-        ("--compat", [*FAMILIES]),
+        ("--compat", [*NEEDS]),
         ("--steering-modules", [*files._READERS, files._JSON]),
     ],
 )

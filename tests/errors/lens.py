@@ -123,7 +123,10 @@ LENS = [
     Case(path("p.compression", "'gzip'"), do=sent(compression="gzip")),
     Case(path("p.data"), do=sent(data="AAAA")),
     Case(path("steering", "extra_args.output_residual_stream"), do=mixed),
-    Case({"given": "['len']", "allowed": "['lens', 'easysteer']"}, do=lambda: opening("len")),
+    Case(
+        {"given": "['len']", "allowed": "['lens', 'easysteer', 'hotwire', 'interp-engine']"},
+        do=lambda: opening("len"),
+    ),
     Case({}, do=without_zstandard),
     Case(
         path("/v1/hooks", allowed=ARGS["apply_hooks"].ours, anchor="vllm-lens"), do=hooks_over_http

@@ -152,7 +152,7 @@ def configs() -> dict[bool, VllmConfig]:
             steering_points=[*STEERING_POINTS],
             capture_points=[*CAPTURE_POINTS],
             capture_consumers=["inline", "filesystem:root=/nowhere"],
-            compat=["lens", "easysteer"],
+            compat=[*doors.DOORS],
         )
         config.model_config = SimpleNamespace(  # type: ignore[assignment]
             logprobs_mode="raw_logprobs",
@@ -191,7 +191,7 @@ class Server:
         if config.tap_shape is not LANES:
             assert config.tap_shape is not None
             made = parse_module(vectors, "m", config.tap_shape, config.steering_config)
-            catalog.state.modules["m"] = made
+            catalog.state.modules.update({"m": made, "m.0": made})
         threads = SimpleNamespace(run=meter.run)
         processor = SimpleNamespace(
             plan_threads=threads,
@@ -324,9 +324,9 @@ def test_each_field_stands_in_a_legal_body(servers: dict[bool, Server]) -> None:
     assert {(CHATS, field) for field in PLAN_FIELDS} <= given
     assert {*SHARED_FIELDS, capture_request.TOKENS, "except"} <= names
     assert {key for kind in selectors.KINDS for key in kind.keys} <= names
-    for door, fields in doors.READS.items():
-        missing = {(COMPLETIONS, field) for field in fields} - given
-        assert not missing, (door, missing)
+    for name, door in doors.DOORS.items():
+        missing = {(COMPLETIONS, field) for field in door.reads} - given
+        assert not missing, (name, missing)
 
 
 @pytest.mark.parametrize("kind", LONG)

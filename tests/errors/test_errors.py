@@ -30,6 +30,7 @@ from tests.errors.filesystem import FILESYSTEM
 from tests.errors.focus import FOCUS
 from tests.errors.http import HTTP
 from tests.errors.lens import LENS
+from tests.errors.peer_specs import HOTWIRE, INTERP
 from tests.errors.lenses import LENSES
 from tests.errors.page import MESSAGES, PATTERNS
 from tests.errors.project import PROJECT
@@ -240,7 +241,7 @@ OTHERS = [
 CASES = REQUESTS + ATTENTION + OTHERS + STEERING + STEERING_CALLS + FILES + CONSUMERS + PROJECT
 CASES += FEATURES
 CASES += FILESYSTEM + LENS + TOOLKIT + FOCUS + LENSES + DATASETS + SWEEPS + EASYSTEER + ANALYZERS
-CASES += RULES + CONVERTING
+CASES += RULES + CONVERTING + HOTWIRE + INTERP
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

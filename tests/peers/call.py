@@ -39,11 +39,13 @@ class Call:
     """Layer -> what the tool does to the output of that decoder block."""
     inside: Mapping[tuple[str, int], Edit] = field(default_factory=dict)
     """What it does within a block: to ("attn_out", layer) and ("mlp_out", layer), what attention
-    and MLP add to the stream, or to ("z", layer), [positions, heads * width], or ("mlp_in", layer),
-    what the MLP reads."""
+    and MLP add to the stream, or to ("z", layer), [positions, heads * width], ("mlp_in", layer),
+    what the MLP reads, or ("pre_attn", layer), what the block reads."""
     point: str = "post_block"
     """What is read, and is compared at all layers that it names; "attn" is weights of attention."""
     layers: Any = "all"
+    hooks: Any = None
+    """The same in the tool's own words."""
     positions: Any = "all"
     reads: Callable[[int], slice] = lambda length: slice(None)
     """Which positions the tool returns, of a request with so many rows."""

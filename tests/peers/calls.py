@@ -36,6 +36,7 @@ from tests.peers.call import (
     to,
     without_v,
 )
+from tests.peers.spec_calls import SPECS
 from vllm.v1.interventions.frontend.compat.easysteer import fields_of
 
 
@@ -344,6 +345,7 @@ CALLS: dict[tuple[str, str], list[Call]] = {
     ("vllm-probe-hook", "`last_prefill_token=True`"): [
         Call(positions="last_prompt", reads=lambda length: slice(len(PROMPT) - 1, len(PROMPT)))
     ],
+    **SPECS,
     (
         "Upstream's extract_hidden_states",
         "layer id N of `eagle_aux_hidden_state_layer_ids`, from 1",

@@ -26,6 +26,7 @@ from tests.peers.call import GENERATED, LAYER, LAYERS, PROMPT, Call, V, add, str
 from tests.peers.calls import CALLS, FILED
 from tests.peers.named_calls import HEAD, NAMED, without_head
 from tests.peers.packages import folder_of
+from tests.peers.spec_calls import MODULES
 from tests.support.serving import relative
 from vllm import LLM, SamplingParams
 from vllm.config.points import CAPTURE_POINTS, STEERING_POINTS
@@ -98,7 +99,10 @@ def pair(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> I
         capture_consumers=["inline"],
         capture_points=list(CAPTURE_POINTS),
         enable_prefix_caching=False,
+        compat=["hotwire", "interp-engine"],
     )
+    for name, module in MODULES.items():
+        llm.steering.register_module(name, module)
     llm.steering.register_module("happy", {"post_block": {LAYER: V}})
     file = tmp_path_factory.mktemp("modules") / "filed.json"
     file.write_text(json.dumps(FILED))
@@ -117,7 +121,8 @@ def padded(weights: list[torch.Tensor]) -> torch.Tensor:
 def test_exact(pair: Pair, line: tuple[str, str]) -> None:
     llm, model = pair
     for call in EXACT[line]:
-        asked: dict[str, Any] = {"hooks": {call.point: call.layers}, "positions": call.positions}
+        hooks = call.hooks or {call.point: call.layers}
+        asked: dict[str, Any] = {"hooks": hooks, "positions": call.positions}
         if call.point == "attn":
             asked = {"attention": {"heads": "all", "queries": "all", "give": ["weights"]}}
         params = SamplingParams(

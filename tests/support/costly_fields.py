@@ -14,6 +14,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from vllm.v1.interventions.frontend.compat.doors import STEERING_KEYS
+
 Key = str | int
 Body = dict[str, Any]
 
@@ -184,7 +186,7 @@ def _selected(selector: Any, vector: list[float]) -> Iterator[Body]:
 
 
 def _lens(vector: list[float]) -> Iterator[Body]:
-    """What `--compat lens` takes; see `doors.READS`."""
+    """What `--compat lens` takes; see `doors.DOORS`."""
     wire: Body = {**packed(0, len(vector)), "original_dtype": "float32", "compression": "zstd"}
     wire |= {"shape": [1, 2, len(vector)], "data": zstd(b"\0\0\x80\x3f" * (2 * len(vector)))}
     steer: Body = {"activations": wire, "layer_indices": [0], "position_indices": [1, 2]}
@@ -202,7 +204,7 @@ def zstd(raw: bytes) -> str:
 
 
 def _easysteer(vector: list[float]) -> Iterator[Body]:
-    """What `--compat easysteer` takes; see `doors.READS`."""
+    """What `--compat easysteer` takes; see `doors.DOORS`."""
     one: Body = {"data": vector, "layers": [0], "scale": 1.0, "algorithm": "direct"}
     one |= {"normalize": False, "name": "v"}
     of_prompt = {"tokens": [101], "positions": [0], "window": [0, 2]}
@@ -218,6 +220,30 @@ def _easysteer(vector: list[float]) -> Iterator[Body]:
     )
     for apply in applied:
         yield {"vectors": [{**one, "apply": apply}, one], "conflict": "sequential"}
+
+
+def _hotwire() -> Iterator[Body]:
+    """What `--compat hotwire` takes; see `doors.DOORS`."""
+    yield {"hotwire": [{"id": "m", "layer": 0, "scale": 1.0, "decode_only": False}]}
+
+
+def _interp_engine(vector: list[float], width: int) -> Iterator[Body]:
+    """What `--compat interp-engine` takes; see `doors.DOORS`."""
+    methods: tuple[Body, ...] = (
+        {"method": "additive", "scale": 1.0, "normalize": True},
+        {"method": "orthogonal", "coeff": 0.5},
+        {"method": "projection_cap", "min": -1.0, "max": 1.0},
+        {"method": "norm_scaled_add", "strength": 0.5, "max_fraction": 0.5, "normalize": False},
+        {"method": "swap", "target": vector[::-1]},
+        {"method": "ablate"},
+    )
+    for method in methods:
+        for one in (vector, packed(0, width)):
+            layers = {"0": [{"vector": one, **method}]}
+            yield {"steering": [{"point": "resid_pre", "stream": None, "layers": layers}]}
+    added = {"operations": [{"vector": vector, "scale": 1.0}]}
+    yield {"steering": {"layers": {"0": added}}}
+    yield {"capture": {"inline": {"hooks": ["resid_pre.0"], "positions": [1]}}}
 
 
 def _refused(vector: list[float]) -> Iterator[Legal]:
@@ -269,6 +295,10 @@ def legal(vector: list[float]) -> Iterator[Legal]:
         yield Legal(COMPLETIONS, lane, lanes=True)
     for args in _lens(vector):
         yield Legal(COMPLETIONS, {"vllm_xargs": args})
+    for args in _hotwire():
+        yield Legal(COMPLETIONS, {"vllm_xargs": args})
+    for fields in _interp_engine(vector, width):
+        yield Legal(COMPLETIONS, fields)
     for spec in _easysteer(vector):
         yield Legal(COMPLETIONS, {"steering": spec})
     yield from _steering(vector, width)
@@ -285,7 +315,7 @@ def places(tree: Any, path: tuple[Key, ...] = ()) -> Iterator[tuple[Key, ...]]:
 
 
 def name_of(path: tuple[Key, ...]) -> str:
-    """A path as `doors.READS` says it: `[]` for any entry of a list."""
+    """A path as `Door.reads` says it: `[]` for any entry of a list."""
     return "".join("[]" if isinstance(key, int) else f".{key}" for key in path)[1:]
 
 
@@ -322,9 +352,10 @@ def all_places(vector: list[float]) -> dict[str, Place]:
 
 
 def as_sent(fields: Body) -> Body:
-    """A body as a client sends it: vectors of vLLM-Lens are JSON in JSON."""
+    """A body as a client sends it: vectors of vLLM-Lens and hotwire are JSON in JSON."""
     args = fields.get("vllm_xargs")
-    vectors = args.get("apply_steering_vectors") if isinstance(args, dict) else None
-    if not isinstance(args, dict) or not isinstance(vectors, list):
+    if not isinstance(args, dict):
         return fields
-    return {**fields, "vllm_xargs": {**args, "apply_steering_vectors": json.dumps(vectors)}}
+    lists = {key: args[key] for key in STEERING_KEYS if isinstance(args.get(key), list)}
+    texts = {key: json.dumps(value) for key, value in lists.items()}
+    return {**fields, "vllm_xargs": {**args, **texts}}

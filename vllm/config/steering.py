@@ -102,8 +102,8 @@ class SteeringConfig:
     docs/features.md."""
 
     compat: list[str] = Field(default_factory=list)
-    """Tools whose requests are answered as well, with what they need turned on: lens (vLLM-Lens)
-    and easysteer (EasySteer). See docs/coming-from.md."""
+    """Tools whose requests are answered as well, with what they need turned on: lens (vLLM-Lens),
+    easysteer (EasySteer), hotwire (hotwire-vllm) and interp-engine. See docs/coming-from.md."""
 
     def __post_init__(self) -> None:
         refuse_unknown("steering_points", self.steering_points, STEERING_POINTS)

@@ -10,8 +10,12 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.interventions.errors import printable, reject
-from vllm.v1.interventions.frontend.compat.doors import is_asked, read_args, read_fields
-from vllm.v1.interventions.frontend.compat.lens import STEER
+from vllm.v1.interventions.frontend.compat.doors import (
+    STEERING_KEYS,
+    is_asked,
+    read_args,
+    read_fields,
+)
 from vllm.v1.interventions.frontend.compat.peers import (
     refuse_peer_args,
     refuse_peer_fields,
@@ -23,6 +27,7 @@ from vllm.v1.interventions.frontend.request.resolve import checked
 from vllm.v1.interventions.plan import PLAN_FIELDS, STEERING_FIELDS, Plan
 
 from .body import asked_fields, names_modules, refuse_beams, set_plan_fields
+from .packed import read_array
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -104,7 +109,7 @@ def _read(
         whether they name modules.
     """
     refuse_peer_ops(asked.get("steering"))
-    set_plan_fields(params, read_fields(asked, config, num_prompts))
+    set_plan_fields(params, read_fields(asked, config, num_prompts, read_array))
     opened = read_args(params, config, XARGS, num_prompts)
     for name in (*PLAN_FIELDS, "extra_args", "skip_reading_prefix_cache"):
         setattr(params, name, getattr(opened, name))
@@ -145,7 +150,7 @@ def _steers(request: "CompletionRequest | ChatCompletionRequest") -> str | None:
     for field in STEERING_FIELDS:
         if extra.get(field) is not None:
             return field
-    return f"{XARGS}{STEER}" if args.get(STEER) else None
+    return next((f"{XARGS}{key}" for key in STEERING_KEYS if args.get(key)), None)
 
 
 def described(plan: Plan) -> str:

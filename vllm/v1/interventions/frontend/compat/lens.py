@@ -61,7 +61,7 @@ def fields_of(args: Mapping[str, Any], path: str, shape: TapShape, work: Work) -
         hooks |= {"q": layers, "k": layers}
     if hooks:
         fields["capture"] = {"inline": {"hooks": hooks, "positions": "all"}}
-    if (given := _json(args.get(STEER), f"{path}{STEER}", work)) is not None:
+    if (given := read_json(args.get(STEER), f"{path}{STEER}", work)) is not None:
         if not isinstance(given, list | tuple):
             reject(f"{path}{STEER}", f"must be a list of vectors, got {show(given)}")
         if ops := _Vectors(given, f"{path}{STEER}", shape, work).ops():
@@ -71,7 +71,7 @@ def fields_of(args: Mapping[str, Any], path: str, shape: TapShape, work: Work) -
     return fields
 
 
-def _json(value: Any, path: str, work: Work) -> Any:
+def read_json(value: Any, path: str, work: Work) -> Any:
     """Return a value that may be given as JSON text, as it is over HTTP. What is in the text is
     counted before it is read: a list of empty lists takes 30 times its text."""
     if not isinstance(value, str):
@@ -83,7 +83,7 @@ def _json(value: Any, path: str, work: Work) -> Any:
         reject(path, "is not JSON")
 
 
-def _layer(value: Any, path: str, shape: TapShape) -> int:
+def read_layer(value: Any, path: str, shape: TapShape) -> int:
     layer = Given(value, path).int()
     if "post_block" not in shape.layer(layer).points:
         reject(path, f"the model has no layer {show(layer)} that can be read and steered")
@@ -92,11 +92,11 @@ def _layer(value: Any, path: str, shape: TapShape) -> int:
 
 def _layers(given: Any, path: str, shape: TapShape, every: Any, work: Work) -> Any:
     """The layers that are asked for: those of a list, or `every` for what is true."""
-    given = _json(given, path, work)
+    given = read_json(given, path, work)
     if (listed := plain_list(given)) is None:
         return every if given else []
     work.charge(len(listed), Unit.ENTRY, path)
-    return [_layer(n, f"{path}[{i}]", shape) for i, n in enumerate(listed)]
+    return [read_layer(n, f"{path}[{i}]", shape) for i, n in enumerate(listed)]
 
 
 def _need_forms(layers: list[int], path: str, shape: TapShape) -> None:
@@ -150,7 +150,7 @@ class _Vectors:
         values = self._tensor(vector["activations"], f"{path}.activations")
         layers = self._listed(vector["layer_indices"], f"{path}.layer_indices", len(values))
         layers = [
-            _layer(n, f"{path}.layer_indices[{i}]", self._shape) for i, n in enumerate(layers)
+            read_layer(n, f"{path}.layer_indices[{i}]", self._shape) for i, n in enumerate(layers)
         ]
         fields = Given(vector, path)
         scale = fields.get("scale", 1.0).number()

@@ -8,9 +8,10 @@ request written for another tool would be answered with unsteered text.
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.config.compat import EASYSTEER, INTERP
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.plan import PLAN_FIELDS
 
@@ -32,6 +33,7 @@ RHIZO = Peer("RhizoNymph/vllm", "rhizonymphvllm")
 EASY = Peer("EasySteer", "easysteer")
 SGLANG = Peer("SGLang", "sglang")
 HOTWIRE = Peer("hotwire", "hotwire")
+ENGINE = Peer("interp-engine", "interp-engine")
 
 
 class Foreign(NamedTuple):
@@ -57,14 +59,13 @@ ARGS = {
     "hs_mode": Foreign(HOOK, "'capture' with 'positions'"),
     "hookq_mode": Foreign(HOOK, QUERIES),
     "qk_capture": Foreign(HOOK, QUERIES),
-    "hotwire": Foreign(HOTWIRE, "'steering_modules'"),
+    "hotwire": Foreign(HOTWIRE, "--compat hotwire, or 'steering_modules'"),
 }
 """Keys of `vllm_xargs` over HTTP, of `SamplingParams.extra_args` offline."""
 
 _CLAMPS = Foreign(RHIZO, "'steering' with the operations 'clamp' and 'pin'")
 _PATCH = Foreign(RHIZO, "'steering' with the operation 'replace'")
 _ONE_VECTOR = Foreign(EASY, VECTORS)
-SPEC = Foreign(EASY, "--compat easysteer, or a list of operations")
 
 FIELDS = {
     "steering_clamps": _CLAMPS,
@@ -76,11 +77,25 @@ FIELDS = {
     "steer_vector_request": _ONE_VECTOR,
     "steer_vector": _ONE_VECTOR,
     "return_hidden_states": Foreign(SGLANG, CAPTURE),
+    "steering_spec": Foreign(ENGINE, "--compat interp-engine and 'steering'"),
+    "points": Foreign(ENGINE, "'capture' with 'hooks'"),
 }
 """Fields of bodies."""
 
 KNOWN = {**ARGS, **FIELDS}
 """Whichever place a client puts them in."""
+
+
+class Spec(NamedTuple):
+    """A specification that stands in `steering`."""
+
+    door: str
+    """What `--compat` calls the tool that it is for."""
+    foreign: Foreign
+
+
+VECTOR_SPEC = Spec(EASYSTEER, Foreign(EASY, "--compat easysteer, or a list of operations"))
+LAYER_SPEC = Spec(INTERP, Foreign(ENGINE, "--compat interp-engine, or a list of operations"))
 
 NESTS = ("extra_body", "extra_args", "sampling_params")
 """Fields of bodies that no server reads: a client's words for where its own fields stand."""
@@ -135,8 +150,13 @@ def refuse_peer_fields(extra: Mapping[str, Any] | None, config: "VllmConfig") ->
             said(Foreign(RHIZO, "it not at all: a finished answer is a finished capture")),
         )
     steering = extra.get("steering")
-    if is_spec(steering) and "easysteer" not in config.steering_config.compat:
-        reject("steering", said(SPEC))
+    spec = spec_of(steering)
+    if spec is not None and spec.door not in config.steering_config.compat:
+        reject("steering", said(spec.foreign))
+    if spec is LAYER_SPEC and extra.get("steer_generated") is False:
+        reject(
+            "steer_generated", said(Foreign(ENGINE, "operations with 'positions': 'all_prompt'"))
+        )
     if steering is not None and extra.get("conversation_id") is not None:
         reject(
             "conversation_id",
@@ -155,10 +175,24 @@ def refuse_peer_ops(steering: Any) -> None:
             reject(f"steering[{i}]", said(Foreign(RHIZO, "an operation with a 'gate'")))
 
 
-def is_spec(steering: Any) -> bool:
-    """Tell whether a field `steering` is for EasySteer: ours is a list, of which one entry alone is
-    not taken for a specification."""
-    return is_dataclass(steering) or (isinstance(steering, Mapping) and "op" not in steering)
+def spec_of(steering: Any) -> Spec | None:
+    """Tell whose specification a field `steering` is; None for ours, a list of operations, of which
+    one alone is not taken for a specification. Of a list the first entry says it."""
+    if isinstance(steering, list | tuple):
+        return LAYER_SPEC if steering and _has_layers(steering[0]) else None
+    if _has_layers(steering):
+        return LAYER_SPEC
+    is_other = is_dataclass(steering) or (isinstance(steering, Mapping) and "op" not in steering)
+    return VECTOR_SPEC if is_other else None
+
+
+def _has_layers(value: Any) -> bool:
+    """Tell whether a value has operations by their layers: in ours `layers` is no mapping."""
+    if is_dataclass(value):
+        names = {field.name for field in fields(value)}
+        return "layers" in names and "vectors" not in names
+    is_other = isinstance(value, Mapping) and "op" not in value
+    return is_other and isinstance(value.get("layers"), Mapping)
 
 
 Found = tuple[str, str]
