@@ -7,8 +7,8 @@
     spec = {"layers": {10: {"operations": [{"vector": vector, "scale": 4.0}]}}}
     params = SamplingParams(max_tokens=8, capture=capture(["resid_post.10"]), **fields(spec))
 
-Its own `SteeringSpec` is taken as it is, and `dataclasses.asdict` of it. What cannot be done exactly
-is a ValueError that names the field.
+Its own `SteeringSpec` is taken as it is, and `dataclasses.asdict` of it. What cannot be done
+exactly is a ValueError that names the field.
 """
 
 from __future__ import annotations

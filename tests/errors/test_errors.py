@@ -30,9 +30,9 @@ from tests.errors.filesystem import FILESYSTEM
 from tests.errors.focus import FOCUS
 from tests.errors.http import HTTP
 from tests.errors.lens import LENS
-from tests.errors.peer_specs import HOTWIRE, INTERP
 from tests.errors.lenses import LENSES
 from tests.errors.page import MESSAGES, PATTERNS
+from tests.errors.peer_specs import HOTWIRE, INTERP
 from tests.errors.project import PROJECT
 from tests.errors.requests import REQUESTS
 from tests.errors.rules import RULES

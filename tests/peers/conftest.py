@@ -21,7 +21,7 @@ def server(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
     from tests.http.server import NAME, save_model, serve
 
     options = (
-        "--compat", "lens", "easysteer",
+        "--compat", "lens", "easysteer", "hotwire", "interp-engine",
         "--capture-points", "pre_attn", "post_attn", "post_block", "q", "k", "z",
         "--dtype=float32", "--enforce-eager", "--max-model-len=96", "--max-num-seqs=8",
         "--block-size=32", "--kv-cache-memory-bytes=16777216", "--seed=0",

@@ -14,7 +14,7 @@ logger = init_logger(__name__)
 
 
 class Need(NamedTuple):
-    """Options that a tool's requests need."""
+    """Options that the requests of a tool need."""
 
     families: frozenset[str]
     """The operations that its requests come to."""

@@ -36,7 +36,7 @@ _STEERING = (*STEERING_FIELDS, INHERIT)
 
 
 class Door(NamedTuple):
-    """What is read of a tool's requests, and the functions that make fields of ours of it."""
+    """Functions that make fields of ours of a tool's requests, and the fields that they read."""
 
     reads: tuple[str, ...]
     """The paths of all fields of a body that it reads; `[]` is each entry of a list."""

@@ -84,6 +84,7 @@ def read_json(value: Any, path: str, work: Work) -> Any:
 
 
 def read_layer(value: Any, path: str, shape: TapShape) -> int:
+    """Return a layer, from 0, whose output can be read and steered; raises ValueError for none."""
     layer = Given(value, path).int()
     if "post_block" not in shape.layer(layer).points:
         reject(path, f"the model has no layer {show(layer)} that can be read and steered")

@@ -90,7 +90,7 @@ class Spec(NamedTuple):
     """A specification that stands in `steering`."""
 
     door: str
-    """What `--compat` calls the tool that it is for."""
+    """Name of the tool in `--compat`."""
     foreign: Foreign
 
 
