@@ -106,11 +106,18 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             "hook_rot_q": "q",
             "ln_final": "final",
             "embedding": "embed",
+            "layers_output[5]": "post_block",
+            "mlps_output[5]": "mlp_out",
+            "attn_out_post.5": "attn_out",
+            "mlp_out_post.5": "mlp_out",
+            "mlp_in.5": "mlp_in",
+            "value.5": "v",
         }.items()
     ),
     (vectors({2: V}), "(a point stands before its layers"),
     (vectors({"post_block": V}), "(name the layer: {2: v})"),
     (hooks({"pattern": [1]}), "'attention' in place of 'hooks'"),
+    (hooks({"attn_probs.5": [1]}), "'attention' in place of 'hooks'"),
     # Layers.
     (hooks({"post_block": "1:3"}), "(did you mean '1-2'?)"),
     (hooks({"post_block": 2.0}), "(did you mean 2?)"),

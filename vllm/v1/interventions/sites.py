@@ -48,30 +48,34 @@ def need_point(
 
 
 _NAMES = {
-    "embed": "embedding embeddings embed_tokens embed_tokens.output wte.output",
-    "pre_attn": "resid_pre block_input input layers.input h.input blocks.in",
+    "embed": "embedding embeddings embed_tokens embed_tokens.output wte.output token_embeddings",
+    "pre_attn": "resid_pre block_input input layers.input h.input blocks.in layers_input",
     "q": "rot_q",
     "k": "rot_k",
+    "v": "value",
     "z": "attention_value_output o_proj.input c_proj.input",
-    "attn_out": "attention_output self_attn self_attn.output attn.output attn.out",
-    "post_attn": "resid_mid mlp_in",
-    "mlp_in": "mlp_input mlp.input ln2 ln_2 ln2.out ln2.output",
-    "mlp_out": "mlp mlp_output mlp.output mlp.out",
+    "attn_out": "attention_output self_attn self_attn.output attn.output attn.out attn_out_post "
+    "attentions_output",
+    "post_attn": "resid_mid hook_mlp_in",
+    "mlp_in": "mlp_input mlp.input ln2 ln_2 ln2.out ln2.output mlps_input",
+    "mlp_out": "mlp mlp_output mlp.output mlp.out mlp_out_post mlps_output",
     "post_block": "resid_post block_output output layers.output h.output blocks.out residual "
-    "residual_stream hidden_states",
-    "final": "ln_final norm final_norm norm.output ln_f.output ln_final.out ln_final.normalized "
-    "lm_head.input unembed.in",
+    "residual_stream hidden_states layers_output",
+    "final": "ln_final norm final_norm norm.output ln_f.output ln_final.out ln_final.output "
+    "ln_final.normalized lm_head.input unembed.in",
 }
 _ELSEWHERE = {name: point for point, names in _NAMES.items() for name in names.split()}
 """Name of a point in TransformerLens, nnsight, pyvene, interp-engine and other tools, without what
-stands around it -> the point here (docs/coming-from.md). TransformerLens's `hook_mlp_in` is before
-the norm."""
+stands around it -> the point here (docs/coming-from.md)."""
+
+_BEFORE_NORM = "hook_mlp_in"
+"""TransformerLens's name of what others do not mean by `mlp_in`."""
 
 _ENDS = ("in", "input", "normalized", "out", "output")
 """Names that say nothing without the module before them."""
 
 
-_WEIGHTS = ("attn", "attn_scores", "pattern")
+_WEIGHTS = ("attention_probabilities", "attn", "attn_probs", "attn_scores", "pattern")
 """Names of weights of attention, which are no point."""
 
 
@@ -80,7 +84,8 @@ def _plain_name(value: Any) -> Any:
     after its module where it needs one: `o_proj.input`."""
     if not isinstance(value, str):
         return value
-    bare = (part.partition("[")[0].removeprefix("hook_") for part in value[:80].split("."))
+    said = (part.partition("[")[0] for part in value[:80].split("."))
+    bare = (part if part == _BEFORE_NORM else part.removeprefix("hook_") for part in said)
     parts = [part for part in bare if part and not part.isdecimal()]
     return ".".join(parts[-2:] if parts[-1] in _ENDS else parts[-1:]) if parts else value
 
