@@ -120,8 +120,9 @@ def main(given: list[str] | None = None) -> int:
                 return 0 if well else 1
             case _:
                 return demo(options.rest)
-    except BuildError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (BuildError, OSError) as error:
+        more = "" if isinstance(error, BuildError) else "; then run `vllm-pilot status`"
+        print(f"error: {error}{more}", file=sys.stderr)
         return 1
     return 0
 

@@ -86,17 +86,20 @@ def apply(site: Path, wanted: Wanted) -> list[str]:
             restore(site, old, foreign=is_foreign(old, new.distribution, new.upstream))
         stage(site, wanted)
         os.sync()
-        write(site, new)
+        try:
+            write(site, new)
+        except OSError as error:
+            raise BuildError(f"{error}; {UNCHANGED}") from error
         try:
             for name in sorted(new.files, key=lambda name: new.files[name].before is not None):
                 (site / name).parent.mkdir(parents=True, exist_ok=True)
                 move(site / STATE / "new" / name, site / name)
+            write(site, dataclasses.replace(new, phase=Phase.APPLIED, files=measured(site, new)))
         except BaseException as error:
             restore(site, new, foreign=False)
             if isinstance(error, OSError):
                 raise BuildError(f"{error}; {UNCHANGED}") from error
             raise
-        write(site, dataclasses.replace(new, phase=Phase.APPLIED, files=measured(site, new)))
         shutil.rmtree(site / STATE / "new")
     compile_again(site, new.files)
     have = {name: entry.after for name, entry in new.files.items()}
@@ -259,7 +262,8 @@ def restore(site: Path, state: State, *, foreign: bool, discard: bool = False) -
             f"the originals of {some(lost)} are lost; reinstall: pip install --force-reinstall "
             f"--no-deps {state.distribution}=={state.upstream}; {UNCHANGED}"
         )
-    write(site, dataclasses.replace(state, phase=Phase.REMOVING))
+    if state.phase is Phase.APPLIED:  # else the record says already that they may be a mix
+        write(site, dataclasses.replace(state, phase=Phase.REMOVING))
     for name in patched:
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         move(originals / name, site / name)

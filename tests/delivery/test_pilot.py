@@ -126,6 +126,34 @@ def test_an_error_in_the_middle_goes_back(
     assert contents(site) == before
 
 
+@pytest.mark.parametrize("verb", ["apply", "remove"])
+def test_a_record_that_cannot_be_written(
+    site: Path, verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk: at each time that it is written, until it is written each time."""
+    if verb == "remove":
+        run(site, "apply")
+    before, write, tried = contents(site), change.write, 0
+
+    def full(at: int) -> int:
+        left = iter(range(at))
+
+        def broken(folder: Path, record: state.State) -> None:
+            if next(left, None) is None:
+                raise OSError(28, "No space left on device")
+            write(folder, record)
+
+        monkeypatch.setattr(change, "write", broken)
+        return run(site, verb)
+
+    while full(tried):
+        assert "error: [Errno 28] No space left on device; " in capsys.readouterr().err
+        assert contents(site) == before
+        tried += 1
+    assert tried == (2 if verb == "apply" else 1)
+    assert contents(site) != before, "the twin"
+
+
 def test_pip_installs_over_it(
     site: Path, miniature: Fork, capsys: pytest.CaptureFixture[str]
 ) -> None:
