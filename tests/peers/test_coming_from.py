@@ -138,7 +138,7 @@ def test_exact(pair: Pair, line: tuple[str, str]) -> None:
         part = call.reads(len(token_ids))
         changed = [*call.does, *(layer for _, layer in call.inside)]
         tolerance = READ_TOLERANCE + (WRITE_TOLERANCE if changed else 0)
-        assert result.payload
+        assert result.payload and {point for point, _ in result.payload} == {call.point}
         for site, rows in result.payload.items():
             assert rows.positions.tolist() == list(range(len(token_ids)))[part]
             values = padded(rows.weights) if call.point == "attn" else rows.values
