@@ -201,7 +201,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         positions = torch.arange(first, first + args.tokens).repeat(args.requests)
         outbox.next_step()
         # On a GPU the copy engine does this.
-        outbox.send(rows, Captured(positions))
+        outbox.send(rows, Captured(positions, positions))
         time.sleep(args.pause / 1e3)
         reached = first + args.tokens + 1
         tokens += [1] * (args.tokens if args.tokens == 1 else 0)

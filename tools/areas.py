@@ -145,11 +145,12 @@ AREAS = (
     ),
     Area(
         "capture's request",
-        budget=500,
+        budget=518,  # doses: what they are refused with
         planned=360,
         places=(
             "vllm/v1/interventions/capture_groups.py",
             "vllm/v1/interventions/frontend/request/capture.py",
+            "vllm/v1/interventions/frontend/request/doses.py",
             "vllm/v1/interventions/frontend/request/making_fields.py",
             "vllm/v1/interventions/frontend/request/streams.py",
         ),
@@ -215,7 +216,7 @@ AREAS = (
     ),
     Area(
         "makings",
-        budget=302,
+        budget=308,  # doses
         planned=150,
         places=(
             "vllm/v1/interventions/makings.py",
@@ -256,7 +257,7 @@ AREAS = (
     ),
     Area(
         "rules",
-        budget=317,
+        budget=348,  # scores of two kinds: of probes, and doses
         planned=280,
         places=(
             "vllm/v1/capture/rules.py",

@@ -310,6 +310,8 @@ def test_capture_page(model: Path, tmp_path: Path) -> None:
     assert said["whole"] == f"torch.Size([1, {layers}, {hidden}])"
     assert said["means"] == said["stacked"]
     assert said["norms"] == f"torch.Size([{prompt + 4}, 1])"
+    doses = ast.literal_eval(said["doses"])
+    assert sorted(doses) == list(range(layers)) and doses[1] > 0 == doses[0]
     assert said["lens"] == "torch.Size([5, 5]) torch.Size([5, 1]) torch.Size([5])"
     likeliest, answer = said["said"].split("] [")
     assert likeliest.strip("[") == answer.strip("]"), "the last layer says what was sampled"

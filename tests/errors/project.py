@@ -12,6 +12,7 @@ import torch
 from tests.errors.case import Case, path
 from tests.support.plans import BF16, HIDDEN, SHAPE, VECTOR, config_of, sees_both_ways
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
+from vllm.config.points import BLOCK_POINTS
 from vllm.renderers.params import TokenizeParams
 from vllm.v1.capture.consumers.logging import LoggingConsumer
 from vllm.v1.capture.registry import ConsumerSpec
@@ -106,6 +107,14 @@ def inline(**more: Any) -> dict[str, Any]:
     return {"capture": {"inline": {"hooks": HOOKS, **more}}}
 
 
+def embed() -> dict[str, Any]:
+    return {"capture": {"inline": {"hooks": {"embed": [0]}, "dose": True}}}
+
+
+ABLATE = {"op": "ablate", "point": "post_block", "layers": [1], "direction": VECTOR}
+ABLATES = config_of(steering_families=["add", "ablate"])
+
+
 def named(names: Any, **more: Any) -> dict[str, Any]:
     """Scores of modules: a direction at each layer, one at layer 1 alone, and one that is zero."""
     with_vectors = {
@@ -148,6 +157,13 @@ PROJECT = [
             "capture": {"logging": {"hooks": HOOKS, "norms": True}},
             "config": config_of(capture_consumers=["logging"]),
         },
+    ),
+    Case(path("capture.inline.dose"), inline(norms=True, dose=True)),
+    Case(path("capture.inline.dose", "1"), inline(dose=1)),
+    Case(path("capture.inline.dose", "embed", ", ".join(BLOCK_POINTS)), embed()),
+    Case(
+        path("capture.inline.dose", point="post_block", layer="1"),
+        {**inline(dose=True), "steering": [ABLATE], "config": ABLATES},
     ),
     Case(path("p"), do=lambda: turn(TOOL, None)),
     Case(path(f"{AT_IMAGES}.images"), image({"images": 0}, images=[])),

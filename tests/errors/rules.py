@@ -40,6 +40,9 @@ RULE: dict[str, Any] = {
 }
 
 
+ABLATE: dict[str, Any] = {"op": "ablate", "point": "post_block", "layers": [1], "direction": VECTOR}
+
+
 def rule(**fields: Any) -> dict[str, Any]:
     """A request for one rule; a field given as None is left out."""
     return {"rules": [{k: v for k, v in {**RULE, **fields}.items() if v is not None}]}
@@ -158,6 +161,17 @@ RULES = [
     Case(path(f"{R}.probe"), rule(probe=np.full(HIDDEN, 1e300))),
     Case(path(R), rule(probe=None)),
     Case(path(R), rule(module="one")),
+    Case(path(R), rule(dose=True)),
+    Case(path(f"{R}.dose"), rule(probe=None, dose=False)),
+    Case(path(f"{R}.dose", "1"), rule(probe=None, dose=1)),
+    Case(
+        path("rules (toxic)", point="post_block", layer="1"),
+        {
+            **rule(probe=None, dose=True, layer="all"),
+            "steering": [ABLATE],
+            "config": config_of(steering_families=["add", "ablate"]),
+        },
+    ),
     Case(path(f"{R}.module", "'none'", "one, zero"), by_module("none")),
     Case(path(f"{R}.module", "dict"), by_module({})),
     Case(path(f"{R}.module", point="post_block", layer="1", name="one"), by_module("one")),

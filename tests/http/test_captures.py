@@ -69,6 +69,19 @@ def test_norms(client: SteeringClient, reference: Reference, stream: bool) -> No
         assert np.abs(norms.values - plain).max() > 1, "without steering they differ"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_doses(client: SteeringClient, reference: Reference, stream: bool) -> None:
+    asked = greedy(capture={"inline": {**READ["inline"], "dose": True}}, steering_vectors=STEER)
+    choice = answered(client, PROMPT, asked, stream)
+    assert choice.capture_status == {"inline": "ok"}
+    for (_, layer), doses in choice.rows.items():
+        rows = reference.rows(doses.token_ids.tolist(), {LAYER: VECTOR})[layer]
+        added = torch.from_numpy(VECTOR) * (layer == LAYER)
+        want = added.norm() / (rows - added).norm(dim=-1, keepdim=True)
+        np.testing.assert_allclose(doses.values, want.numpy(), rtol=1e-4)
+        assert (doses.values > 0.01).all() == (layer == LAYER)
+
+
 @pytest.mark.parametrize("prompt", [PROMPT, SAID], ids=["completion", "chat"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_scores_of_modules_beside_their_tokens(

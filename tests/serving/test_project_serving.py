@@ -185,6 +185,54 @@ def test_norms(pair: tuple[LLM, Judge]) -> None:
     assert torch.equal(rows.values, results["inline[0]"].payload["post_block", 2].values[[0, 11]])
 
 
+@pytest.mark.v2
+def test_doses(pair: tuple[LLM, Judge]) -> None:
+    """How long the vectors of a request and of all are beside the rows that they meet, at every
+    position of a chunked request; twice the vector is another dose, and nothing is none."""
+    llm, _ = pair
+    own, late, ours = vector(70), vector(71, 3.0), vector(72, 2.0)
+    at_some = {"vector": late, "positions": [3, 4, 22]}
+    vectors = {"post_attn": {1: own}, "post_block": {2: at_some}}
+    hooks = dict.fromkeys(STREAM_POINTS, "all")
+    asked = {"hooks": hooks, "positions": "all", "dose": True}
+    read = {"hooks": hooks, "positions": "all"}
+    fields = {"max_tokens": 6, "capture": {"inline": [asked, read]}}
+    twice = {"post_attn": {1: 2 * own}}
+    llm.steering.set({"post_attn": {1: ours}}, tier="decode")
+    try:
+        steered, doubled, alone = serve(
+            llm,
+            [
+                Ask(prompt_of(20, 85), {**fields, "steering_vectors": vectors}),
+                Ask(prompt_of(20, 86), {**fields, "steering_vectors": twice}),
+                Ask(prompt_of(20, 87), {**fields, "steering_inherit_global": False}),
+            ],
+            log_probs=False,
+        )
+    finally:
+        llm.steering.clear()
+    for output, added in ((steered, own), (doubled, 2 * own), (alone, 0 * own)):
+        results = output.outputs[0].capture_results
+        assert {result.status for result in results.values()} == {"ok"}
+        for site, doses in results["inline[0]"].payload.items():
+            rows = results["inline[1]"].payload[site].values
+            total = torch.zeros_like(rows)
+            if site == ("post_attn", 1):
+                total += added
+                total[20:] += ours * bool(added.any())
+            elif site == ("post_block", 2) and output is steered:
+                total[[3, 4, 22]] = late
+            want = total.norm(dim=1, keepdim=True) / (rows - total).norm(dim=1, keepdim=True)
+            assert doses.values.dtype == torch.float32 and doses.values.shape == (len(rows), 1)
+            assert torch.equal(doses.values == 0, want == 0), site
+            assert relative(doses.values[want > 0], want[want > 0]) <= 1e-5 or not want.any()
+    first, other = (
+        output.outputs[0].capture_results["inline[0]"].payload["post_attn", 1].values[:20].mean()
+        for output in (steered, doubled)
+    )
+    assert other > 1.5 * first > 0, "twice the vector is about twice the dose"
+
+
 def test_means(pair: tuple[LLM, Judge]) -> None:
     """Of prompts that are chunked, and of requests that are preempted while and after their prompt
     is computed; beside rows and means of other positions, for all kinds of consumers."""

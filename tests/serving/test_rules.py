@@ -68,9 +68,7 @@ def llm(
 ) -> Iterator[LLM]:
     """The engine has a rule for all from its start on, which fires where nobody is."""
     file = tmp_path_factory.mktemp("rules") / "rules.json"
-    for_all = {**rule("start", threshold=NEVER, then="stop"), "over": ["prompt", "generated"]}
-    for_all["probe"] = for_all["probe"].tolist()
-    file.write_text(json.dumps({"rules": [for_all]}))
+    file.write_text(json.dumps({"rules": FOR_ALL}))
     options: dict[str, Any] = {"enable_steering": True, "capture_consumers": ["inline"]}
     options["rules"] = str(file)
     path = tiny_models.path("llama")
@@ -91,6 +89,15 @@ def llm(
 def rule(name: str = "r", seed: int = 5, **fields: Any) -> dict[str, Any]:
     point, layer = SITE
     return {"name": name, "point": point, "layer": layer, "probe": vector(seed, 1.0), **fields}
+
+
+FOR_ALL: list[dict[str, Any]] = [
+    {
+        **rule("start", threshold=NEVER, then="stop"),
+        "over": ["prompt", "generated"],
+        "probe": vector(5, 1.0).tolist(),
+    }
+]
 
 
 @dataclass(frozen=True)
@@ -285,6 +292,42 @@ def test_an_abort_frees_what_rules_hold(llm: LLM) -> None:
     [want] = plain(llm, PROMPTS[:1])
     [again] = serve(llm, [asked], log_probs=False)
     assert list(again.outputs[0].token_ids) == want.tokens
+
+
+def test_a_rule_of_the_operator_limits_doses(llm: LLM) -> None:
+    """An answer ends where a vector at any layer is long beside its row, and goes on below the
+    limit; where the dose is looked at in the prompt, nothing is written."""
+    limit = {"name": "limit", "dose": True, "point": "post_block", "layer": "all", "then": "stop"}
+    late = [len(PROMPTS[0]) + 3]
+    strong = {"post_block": {1: {"vector": vector(70), "positions": late}}}
+    read = {"hooks": {"post_block": "all"}, "positions": "all", "dose": True}
+    fields = {**LIMIT, "capture": {"inline": read}}
+    steered = Ask(PROMPTS[0], {**fields, "steering_vectors": strong})
+    [whole] = serve(llm, [steered], log_probs=False)
+    doses = whole.capture_results["inline"].payload
+    assert [site for site, of in doses.items() if of.values.any()] == [("post_block", 1)]
+    found = float(doses["post_block", 1].values[late])
+    before = llm.steering.rules()
+    try:
+        for factor, ends in ((0.99, True), (1.01, False)):
+            llm.steering.set_rules([{**limit, "threshold": factor * found}])
+            [told] = llm.steering.rules()
+            assert told["dose"] is True and told["layer"] == list(range(models.LAYERS))
+            [output] = serve(llm, [steered], log_probs=False)
+            [answer] = output.outputs
+            kept = whole.outputs[0].token_ids[: 4 if ends else None]
+            assert list(answer.token_ids) == list(kept)
+            assert answer.stop_reason == ("rule:limit" if ends else None)
+        llm.steering.set_rules([{**limit, "threshold": 0.001, "over": "all"}])
+        early = Ask(
+            PROMPTS[0], {**LIMIT, "prefill_steering_vectors": {"post_block": {0: vector(9)}}}
+        )
+        refused, plain = serve(llm, [early, Ask(PROMPTS[1], LIMIT)], log_probs=False)
+        assert refused.outputs[0].token_ids == []
+        assert len(plain.outputs[0].token_ids) == GENERATED, "nothing is added to it"
+    finally:
+        llm.steering.set_rules(FOR_ALL)
+    assert llm.steering.rules() == before
 
 
 def test_a_prompt_may_fire(llm: LLM) -> None:

@@ -103,6 +103,7 @@ def _captures(vector: list[float], width: int) -> Iterator[Body]:
     yield {"inline": [{"hooks": hooks, "positions": [1], "tokens": True}]}
     yield {"inline": {"hooks": hooks, "positions": "all_prompt", "reduce": "mean"}}
     yield {"inline": {"hooks": hooks, "positions": "all_prompt", "norms": True}}
+    yield {"inline": {"hooks": hooks, "positions": "all_prompt", "dose": True}}
     yield {"inline": {"hooks": hooks, "project": {"pre_attn": {"0": [vector]}}}}
     yield {"inline": {"hooks": hooks, "project": packed(2, width)}}
     yield {"inline": {"hooks": hooks, "project": {"modules": ["m"]}}}
@@ -147,7 +148,7 @@ def _ours(vector: list[float], width: int) -> Iterator[Body]:
         yield {"capture": capture}
     yield {"rules": [_rule(vector)]}
     module = {key: value for key, value in _rule(vector).items() if key != "probe"}
-    yield {"rules": [{**module, "module": "m"}]}
+    yield {"rules": [{**module, "module": "m"}, {**module, "name": "d", "dose": True}]}
 
 
 def _lanes(vector: list[float]) -> Iterator[Body]:

@@ -29,7 +29,9 @@ def step_rows(
     hidden = arena.shape[1]
     table = table or ProjectionTable(hidden, torch.device("cpu"))
     rows = StepRows(version, blocks, hidden, arena.dtype)
-    Outbox(landing or Landing(0), Material(arena, table, {})).send(rows, Captured(positions))
+    Outbox(landing or Landing(0), Material(arena, table, {})).send(
+        rows, Captured(positions, positions)
+    )
     return rows
 
 

@@ -38,7 +38,7 @@ def chunk(plan: CapturePlan, owners: dict[str, list[int]], scores: np.ndarray) -
     positions = np.array([p for at in owners.values() for p in at], dtype=np.int64)
     values = [torch.zeros(len(positions), len(s.sites), s.width) for s in plan.streams]
     for i, rule in enumerate(plan.rules):
-        site = plan.streams[rule.stream].sites.index(rule.site)
+        site = plan.streams[rule.stream].sites.index(rule.sites[0])
         values[rule.stream][:, site, rule.column] = torch.from_numpy(scores[i][positions]).float()
     return CapturedChunk(positions, values, 0, [(name, len(at)) for name, at in owners.items()])
 

@@ -22,6 +22,7 @@ from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.makings import (
     AnyMaking,
     AsIs,
+    Dose,
     Features,
     Heads,
     Mean,
@@ -49,6 +50,11 @@ MAKINGS: list[AnyMaking] = [AsIs(), Norms()]
 SCORES = Scores((), 2, (0,))
 FEATURES = Features("elsewhere", 8, 2, (), 0.0, False)
 MATRIX = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def captured_at(count: int) -> Captured:
+    """The first tokens of a step of one request."""
+    return Captured(torch.arange(count), torch.arange(count))
 
 
 @st.composite
@@ -110,7 +116,7 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
     projections = ProjectionTable(HIDDEN, torch.device("cpu"))
     projections.write([(0, MATRIX.numpy().tobytes())])
     outbox = Outbox(Landing(1 << 20), Material(arena, projections, {}))
-    outbox.send(step, Captured(torch.arange(captured)))
+    outbox.send(step, captured_at(captured))
     for i, (request, _) in enumerate(asked):
         if kept[i] is None:
             continue
@@ -146,7 +152,7 @@ def test_norms_of_heads_of_two_widths_leave_apart() -> None:
     assert apart["q", 0] == apart["z", 0] != apart["q", 1]
 
 
-@pytest.mark.parametrize("making", [Mean(()), SCORES, Scores((), 2, ()), Norms(), FEATURES])
+@pytest.mark.parametrize("making", [Mean(()), SCORES, Scores((), 2, ()), Norms(), FEATURES, Dose()])
 def test_a_stream_whose_sites_are_elsewhere_is_empty(making: AnyMaking) -> None:
     """On another stage, or in another part; also where the stream has lanes, so columns."""
     own, other = Stream((("post_block", 1),), HIDDEN, "float32"), ("post_block", 0)
@@ -161,7 +167,7 @@ def test_a_stream_whose_sites_are_elsewhere_is_empty(making: AnyMaking) -> None:
         arena = torch.zeros(blocks.all[0].num_raw + blocks.all[0].num_rest, HIDDEN)
         table = ProjectionTable(HIDDEN, torch.device("cpu"))
         maker = MAKERS[type(making)](Material(arena, table, {}))
-        values = maker.make(blocks.all[0], group.streams[1], Captured(torch.arange(3)))
+        values = maker.make(blocks.all[0], group.streams[1], captured_at(3))
         assert values.shape[1] == 0
 
 

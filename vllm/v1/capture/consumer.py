@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from vllm.v1.interventions.shape import TapShape
 
 SHARED_FIELDS = ("hooks", "lane", "positions", *MAKING_FIELDS)
-"""Fields of a capture request that are not for one consumer alone; only `inline` takes `norms` and
-`lens`, and `attention` is for `inline` and for classes that take it."""
+"""Fields of a capture request that are not for one consumer alone; only `inline` takes `norms`,
+`dose` and `lens`, and `attention` is for `inline` and for classes that take it."""
 
 Location = Literal["engine", "frontend"]
 """The process a consumer runs in.

@@ -27,7 +27,7 @@ OVER = {"generated": "all_generated", "prompt": "all_prompt"}
 """The names of positions that only rules have, and what they are to others."""
 
 _NEEDED = ("name", "point", "layer", "threshold")
-_ALLOWED = ("probe", "module", "below", "over", "need", "of", "then")
+_ALLOWED = ("probe", "module", "dose", "below", "over", "need", "of", "then")
 _WINDOW = f"must be an int between 1 and {MAX_WINDOW}, got {{given}}"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _FOR_ALL = (*OVER, "all", "predicting", "last_prompt")
@@ -36,13 +36,32 @@ DirectionOf = Callable[[Any, str, Site], np.ndarray]
 """A module's name, where that stands, a site -> the module's direction there, float64 [hidden]."""
 
 
+class Probe(msgspec.Struct, frozen=True, tag=True):
+    """Score of a row: its product with a vector."""
+
+    vector: bytes
+    """float32 [hidden], native endian."""
+
+    def told(self) -> dict[str, Any]:
+        """Return what the operator is told of it: the norm alone."""
+        return {"probe_norm": float(np.linalg.norm(np.frombuffer(self.vector, np.float32)))}
+
+
+class Dosed(msgspec.Struct, frozen=True, tag=True):
+    """Score of a row: its dose, of several sites the largest."""
+
+    def told(self) -> dict[str, Any]:
+        """Return what the operator is told of it."""
+        return {"dose": True}
+
+
 class GivenRule(msgspec.Struct, frozen=True):
     """A rule as it was given, its positions not yet those of a prompt."""
 
     name: str
-    site: Site
-    probe: bytes
-    """float32 [hidden], native endian."""
+    sites: list[Site]
+    """Layers of one point; of a probe one."""
+    score: Probe | Dosed
     threshold: float
     below: bool
     over: Any
@@ -51,27 +70,27 @@ class GivenRule(msgspec.Struct, frozen=True):
     stops: bool
 
     def told(self) -> dict[str, Any]:
-        """Return what the operator is told of the rule; of its probe only the norm."""
-        point, layer = self.site
+        """Return what the operator is told of the rule."""
+        point, layers = self.sites[0][0], [layer for _, layer in self.sites]
         return {
             "name": self.name,
             "point": point,
-            "layer": layer,
+            "layer": layers[0] if len(layers) == 1 else layers,
             "threshold": self.threshold,
             "below": self.below,
             "over": self.over,
             "need": self.need,
             "of": self.of,
             "then": RULES_DO[self.stops],
-            "probe_norm": float(np.linalg.norm(np.frombuffer(self.probe, np.float32))),
+            **self.score.told(),
         }
 
 
 def given_rules(
     value: Any, path: str, shape: TapShape, direction_of: DirectionOf, least: int = 1
 ) -> list[GivenRule]:
-    """Parse a list of `{"name", "point", "layer", "threshold"}` with "probe" or "module", and maybe
-    "below", "over", "need", "of" and "then".
+    """Parse a list of `{"name", "point", "layer", "threshold"}` with "probe", "module" or "dose",
+    and maybe "below", "over", "need", "of" and "then".
 
     Args:
         value: the user's list.
@@ -100,25 +119,21 @@ def _rule(given: Given, shape: TapShape, direction_of: DirectionOf) -> GivenRule
     need_one_lane(rule.path, shape)
     point = rule["point"].point(shape)
     layers = rule["layer"].layers(point, shape)
-    if len(layers) > 1:
+    scores = [name for name in _SCORES if name in rule]
+    if len(scores) != 1:
+        rule.refuse(f"needs one of {', '.join(map(repr, _SCORES))}")
+    if len(layers) > 1 and "dose" not in rule:
         rule["layer"].refuse("names several layers; give a rule for each")
     then = rule.get("then", "flag").choice(RULES_DO, "must be 'flag' or 'stop', got {given}")
     need = rule.get("need", 1).int(1, MAX_WINDOW, _WINDOW)
     of = rule.get("of", need).int(1, MAX_WINDOW, _WINDOW)
     if need > of:
         rule["need"].refuse(f"is {need}, more than of={of}")
-    if ("probe" in rule) == ("module" in rule):
-        rule.refuse("needs either 'probe' or 'module'")
-    site, probe = (point, layers[0]), rule["probe"]
-    if "module" in rule:
-        module = rule["module"]
-        direction = direction_of(module.plain(), module.path, site)
-    else:
-        direction = probe.vector(shape.hidden_size)
+    sites = [(point, layer) for layer in layers]
     return GivenRule(
         name=name,
-        site=site,
-        probe=pack_float32(direction, probe.path),
+        sites=sites,
+        score=_SCORES[scores[0]](rule[scores[0]], sites[0], shape, direction_of),
         threshold=rule["threshold"].number(),
         below=rule.get("below", False).flag(),
         over=rule.get("over", "generated").value,
@@ -126,6 +141,28 @@ def _rule(given: Given, shape: TapShape, direction_of: DirectionOf) -> GivenRule
         of=of,
         stops=then == "stop",
     )
+
+
+def _of_probe(given: Given, site: Site, shape: TapShape, direction_of: DirectionOf) -> Probe:
+    return Probe(pack_float32(given.vector(shape.hidden_size), given.path))
+
+
+def _of_module(given: Given, site: Site, shape: TapShape, direction_of: DirectionOf) -> Probe:
+    return Probe(pack_float32(direction_of(given.plain(), given.path, site), given.path))
+
+
+def _of_dose(given: Given, site: Site, shape: TapShape, direction_of: DirectionOf) -> Dosed:
+    if not given.flag():
+        given.refuse("must be true; leave it out for a rule of a probe")
+    return Dosed()
+
+
+_SCORES: dict[str, Callable[[Given, Site, TapShape, DirectionOf], Probe | Dosed]] = {
+    "probe": _of_probe,
+    "module": _of_module,
+    "dose": _of_dose,
+}
+"""Key of a rule that says what its score is -> how it is read."""
 
 
 def rules_for_all(

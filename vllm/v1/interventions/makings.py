@@ -98,6 +98,8 @@ class Making(msgspec.Struct, frozen=True, array_like=True, tag=True):
     by_head: ClassVar[bool] = False
     """True if heads that are made together must be of one width, though what is made of them may be
     equally wide."""
+    of_vectors: ClassVar[bool] = False
+    """True if it tells what vectors do to rows: a request has it where no operation acts."""
     dtype: ClassVar[str] = "float32"
     """Dtype of what is made; "" for that of the rows."""
     adds_up: ClassVar[bool] = False
@@ -222,6 +224,18 @@ class Norms(Making, frozen=True):
     def width(self, heads: int, width: int) -> int:
         """One number for each head or lane."""
         return heads
+
+
+class Dose(Making, frozen=True):
+    """Length of the vectors that were added to each row beside the length of the row without them:
+    float32."""
+
+    field: ClassVar[str] = "dose"
+    of_vectors: ClassVar[bool] = True
+
+    def width(self, heads: int, width: int) -> int:
+        """One number."""
+        return 1
 
 
 class Mean(Making, frozen=True):
@@ -404,8 +418,8 @@ class Features(Making, frozen=True):
         return 2 * self.top + len(self.ids) + 1 + self.error
 
 
-AnyMaking = AsIs | Scores | Norms | Mean | Attention | Lens | Features
+AnyMaking = AsIs | Scores | Norms | Dose | Mean | Attention | Lens | Features
 
-_MADE: tuple[type[Making], ...] = (Scores, Mean, Norms, Attention, Lens, Features)
+_MADE: tuple[type[Making], ...] = (Scores, Mean, Norms, Dose, Attention, Lens, Features)
 MAKING_FIELDS = tuple(making.field.partition(".")[0] for making in _MADE)
 """Fields of a capture request that ask for another making than rows as they are."""

@@ -179,7 +179,8 @@ class Rule(msgspec.Struct, frozen=True):
     `threshold`, if at least `need` of the last `of` rows do, that one included."""
 
     name: str
-    site: Site
+    sites: list[Site]
+    """The score of a row is the largest of these."""
     runs: list[int]
     """The positions whose rows count, as `Selection.runs`."""
     threshold: float

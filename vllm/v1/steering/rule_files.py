@@ -45,7 +45,7 @@ def parse_operator_rules(
         lambda name, at, site: need_module(modules, name, at).direction(name, site, at),
     )
     for i, rule in enumerate(rules):
-        need_captured_points([rule.site], f"{path}[{i}]", config.capture_config)
+        need_captured_points(rule.sites, f"{path}[{i}]", config.capture_config)
     return rules
 
 

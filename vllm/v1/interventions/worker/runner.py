@@ -194,6 +194,8 @@ class WorkerInterventions:
             self.capture.allocate(shape, captured, self.tokens)
             if self.capture.projections is not None:
                 self._tables["matrices"] = self.capture.projections
+            if self.table is not None:
+                self.capture.compare_with(self.table.at)
 
     def bind_caches(self, runner: Any) -> None:
         """Tell layers that are focused where the pages of their KV cache are.

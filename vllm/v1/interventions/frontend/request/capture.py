@@ -56,7 +56,7 @@ def parse_capture(
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
     `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ..., "reduce": ...}}`, for
-    `inline` also `"norms"`, `"lens"` and a list of captures, for it and files
+    `inline` also `"norms"`, `"dose"`, `"lens"` and a list of captures, for it and files
     `{"attention": ...}`; and add what consumers capture of every request that does not name them.
 
     Args:

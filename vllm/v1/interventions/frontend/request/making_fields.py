@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.config.points import HEAD_POINTS
+from vllm.config.points import BLOCK_POINTS, HEAD_POINTS
 from vllm.v1.capture.registry import INLINE
 from vllm.v1.interventions.frontend.request.autoencoder import features_making, hooks_of_features
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
@@ -20,6 +20,7 @@ from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.makings import (
     AnyMaking,
     AsIs,
+    Dose,
     Features,
     Lens,
     Making,
@@ -157,6 +158,12 @@ def _check_lens(given: Given, asked: Asked) -> None:
         given.refuse(_NOT_A_LENS)
 
 
+def _check_dose(given: Given, asked: Asked) -> None:
+    need_one_lane(given.path, asked.shape)
+    if other := {point for point, _ in asked.sites}.difference(BLOCK_POINTS):
+        given.refuse(f"is of {', '.join(BLOCK_POINTS)}, where vectors are added, not {min(other)}")
+
+
 _FIELDS = (
     _Field(
         Mean,
@@ -183,9 +190,19 @@ _FIELDS = (
         inline_alone=True,
     ),
     _Field(
+        Dose,
+        lambda given, asked: Dose(),
+        excludes=("project", "reduce", "lens", "norms"),
+        why="cannot be combined with 'project', 'reduce', 'lens' or 'norms'; give a list of "
+        "captures",
+        check=_check_dose,
+        is_asked=lambda given: given.value is not None and given.flag(),
+        inline_alone=True,
+    ),
+    _Field(
         Features,
         lambda given, asked: features_making(given, asked.sites, asked.shape),
-        excludes=("project", "reduce", "lens", "norms"),
+        excludes=("project", "reduce", "lens", "norms", "dose"),
         why="cannot be combined with other makings; give a list of captures",
         inline_alone=True,
         hooks=hooks_of_features,

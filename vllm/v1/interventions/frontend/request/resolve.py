@@ -23,6 +23,7 @@ from vllm.v1.interventions.frontend.request.capture import (
 )
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.chat import KEY as TURNS
+from vllm.v1.interventions.frontend.request.doses import need_known_doses
 from vllm.v1.interventions.frontend.request.media import NOWHERE, Media
 from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.rules import parse_rules
@@ -209,6 +210,7 @@ def resolve(
         if capture is not None and params.output_kind == RequestOutputKind.DELTA:
             _charge_chunks(capture, prompt)
         if capture is not None:
+            need_known_doses(capture, steering)
             _charge_texts(capture, prompt)
     plan = Plan(steering=steering, capture=capture)
     # Each completion is sent its own. All that is in it counts, whichever field it is of.
@@ -245,7 +247,7 @@ def _capture(
     rules = parse_rules(params.rules, "rules", shape, prompt, modules)
     own = [asked.rule for asked in rules if not asked.rule.for_all]
     for i, rule in enumerate(own):
-        need_captured_points([rule.site], f"rules[{i}]", config.capture_config)
+        need_captured_points(rule.sites, f"rules[{i}]", config.capture_config)
     plan = parse_capture(params.capture, "capture", shape, prompt, specs, modules, rules)
     if plan is None:
         return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parser of a request's `rules`: it checks them and finds their positions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,8 +14,15 @@ from vllm.v1.interventions.frontend.request.matrices import direction_of, matrix
 from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.frontend.request.streams import Streams
-from vllm.v1.interventions.given_rules import MAX_RULES, OVER, GivenRule, given_rules
-from vllm.v1.interventions.makings import Scores
+from vllm.v1.interventions.given_rules import (
+    MAX_RULES,
+    OVER,
+    Dosed,
+    GivenRule,
+    Probe,
+    given_rules,
+)
+from vllm.v1.interventions.makings import AnyMaking, Dose, Scores
 from vllm.v1.interventions.plan import Rule, Selection, Site
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
@@ -23,11 +30,10 @@ from vllm.v1.interventions.values import plain
 
 
 class AskedRule(NamedTuple):
-    """A rule and the probe that makes its scores."""
+    """A rule and what makes its scores."""
 
     rule: Rule
-    probe: bytes
-    """float32 [hidden], native endian."""
+    score: Probe | Dosed
 
 
 def parse_rules(
@@ -88,7 +94,7 @@ def _asked(
     prompt.work.charge(shape.hidden_size >> 8, Unit.KILOBYTE, path)
     made = Rule(
         name=rule.name,
-        site=rule.site,
+        sites=rule.sites,
         runs=runs.flat(),
         threshold=rule.threshold,
         below=rule.below,
@@ -97,31 +103,53 @@ def _asked(
         stops=rule.stops,
         for_all=for_all,
     )
-    return AskedRule(made, rule.probe)
+    return AskedRule(made, rule.score)
 
 
 def place_rules(
     asked: Sequence[AskedRule], streams: Streams, shape: TapShape, projections: dict[str, bytes]
 ) -> list[Rule]:
-    """The rules with the place of their scores. Those at one site over the same positions share a
-    matrix, so that a step makes their scores at once.
+    """The rules with the place of their scores. Those of a kind at the same sites over the same
+    positions share a stream, so that a step makes their scores at once.
 
     Args:
         streams: those of the request; the rules' are added.
         projections: as in `CapturePlan`; the rules' are added.
     """
-    groups: dict[tuple[Site, tuple[int, ...]], list[int]] = {}
-    for i, (rule, _) in enumerate(asked):
-        groups.setdefault((rule.site, tuple(rule.runs)), []).append(i)
+    groups: dict[_Alike, list[int]] = {}
+    for i, (rule, score) in enumerate(asked):
+        groups.setdefault((type(score), tuple(rule.sites), tuple(rule.runs)), []).append(i)
     placed: dict[int, Rule] = {}
-    for (site, runs), members in groups.items():
-        matrix = b"".join(asked[i].probe for i in members)
-        digest = matrix_digest(matrix, shape)
-        projections[digest] = matrix
-        scores = Selection([site], list(runs), making=Scores((digest,), len(members)))
+    for (kind, sites, runs), members in groups.items():
+        making, columns = _MADE[kind]([asked[i].score for i in members], shape, projections)
+        scores = Selection(list(sites), list(runs), making=making)
         selection = streams.add("rules", scores, True, "rules")
-        for column, i in enumerate(members):
+        for column, i in zip(columns, members, strict=True):
             placed[i] = msgspec.structs.replace(
                 asked[i].rule, stream=selection.streams[0], column=column
             )
     return [placed[i] for i in range(len(asked))]
+
+
+_Alike = tuple[type[Probe] | type[Dosed], tuple[Site, ...], tuple[int, ...]]
+"""Kind of score, sites and positions of rules whose scores are made at once."""
+_Made = tuple[AnyMaking, Sequence[int]]
+"""Making of the scores of some rules, and the column of each."""
+
+
+def _scores(scores: Sequence[Any], shape: TapShape, projections: dict[str, bytes]) -> _Made:
+    matrix = b"".join(score.vector for score in scores)
+    digest = matrix_digest(matrix, shape)
+    projections[digest] = matrix
+    return Scores((digest,), len(scores)), range(len(scores))
+
+
+def _doses(scores: Sequence[Any], shape: TapShape, projections: dict[str, bytes]) -> _Made:
+    return Dose(), [0] * len(scores)
+
+
+_MADE: dict[type, Callable[[Sequence[Any], TapShape, dict[str, bytes]], _Made]] = {
+    Probe: _scores,
+    Dosed: _doses,
+}
+"""Kind of score -> how it is made."""

@@ -28,16 +28,25 @@ if TYPE_CHECKING:
 class _Judge:
     """One rule of one completion."""
 
-    def __init__(self, rule: Rule, site: int) -> None:
+    def __init__(self, rule: Rule, sites: list[int]) -> None:
         self.rule = rule
-        self.site = site
-        """The index of its site among those of its stream."""
+        self._sites = sites
+        """The indices of its sites among those of its stream."""
         self._wanted = Positions.from_flat(rule.runs)
         self._at, self._scores = array("q"), array("d")
         self._crossed = np.empty(0, np.int64)
         """The last rows that crossed, `need - 1` of them, counted from the first row."""
         self.fired: list[int] = []
         """The positions at which it fired."""
+
+    def scores(self, rows: np.ndarray) -> np.ndarray:
+        """Scores of some rows, float64 [n], of what its stream has of them, [n, sites, columns]: of
+        several sites the largest, of those that are numbers."""
+        column = self.rule.column
+        if len(self._sites) == 1:  # a view
+            return rows[:, self._sites[0], column]
+        largest: np.ndarray = np.fmax.reduce(rows[:, self._sites, column], axis=1)
+        return largest
 
     def add(self, positions: np.ndarray, scores: np.ndarray) -> None:
         """Take rows: int64 [n] and float64 [n], after all earlier ones."""
@@ -88,9 +97,9 @@ class RuleWatch:
 
     def __init__(self, plan: CapturePlan, num_prompt_tokens: int, stats: RuleStats) -> None:
         self._stats = stats
-        sites = [plan.streams[rule.stream].sites for rule in plan.rules]
         self._judges = [
-            _Judge(rule, own.index(rule.site)) for rule, own in zip(plan.rules, sites, strict=True)
+            _Judge(rule, [plan.streams[rule.stream].sites.index(site) for site in rule.sites])
+            for rule in plan.rules
         ]
         self.streams = {rule.stream for rule in plan.rules}
         self._num_tokens = num_prompt_tokens
@@ -106,8 +115,7 @@ class RuleWatch:
             rows: which of them are this completion's.
         """
         for judge in self._judges:
-            rule = judge.rule
-            judge.add(positions, scores[rule.stream][rows, judge.site, rule.column])
+            judge.add(positions, judge.scores(scores[judge.rule.stream][rows]))
 
     def judge(
         self, output: EngineCoreOutput, reason: FinishReason | None

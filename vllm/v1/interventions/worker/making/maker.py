@@ -20,16 +20,15 @@ class Captured(NamedTuple):
 
     positions: torch.Tensor
     """int64 [n]."""
+    tokens: torch.Tensor
+    """int64 [n]: their places in the batch."""
     programs: torch.Tensor | None = None
     """int32 [n]: their focus; None where no token of the step has any."""
 
     def of_blocks(self, blocks: Blocks) -> list[tuple[Block, "Captured"]]:
         """The blocks of a step, each with its tokens."""
-        pairs = blocks.split(self.positions)
-        if self.programs is None:
-            return [(block, Captured(at)) for block, at in pairs]
-        both = zip(pairs, blocks.split(self.programs), strict=True)
-        return [(block, Captured(at, programs)) for (block, at), (_, programs) in both]
+        parts = [blocks.split(part) for part in self if part is not None]
+        return [(of[0][0], Captured(*(part for _, part in of))) for of in zip(*parts, strict=True)]
 
 
 class Material:

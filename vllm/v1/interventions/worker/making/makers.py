@@ -4,6 +4,7 @@
 from vllm.v1.interventions.makings import (
     AsIs,
     Attention,
+    Dose,
     Features,
     Lens,
     Making,
@@ -12,6 +13,7 @@ from vllm.v1.interventions.makings import (
     Scores,
 )
 from vllm.v1.interventions.worker.making.attention import AttentionMaker
+from vllm.v1.interventions.worker.making.doses import DoseMaker
 from vllm.v1.interventions.worker.making.features import FeatureMaker
 from vllm.v1.interventions.worker.making.lens import LensMaker
 from vllm.v1.interventions.worker.making.maker import Maker
@@ -24,6 +26,7 @@ MAKERS: dict[type[Making], type[Maker]] = {
     AsIs: RowMaker,
     Scores: ScoreMaker,
     Norms: NormMaker,
+    Dose: DoseMaker,
     Mean: SumMaker,
     Attention: AttentionMaker,
     Lens: LensMaker,

@@ -19,13 +19,14 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.features.autoencoder import Autoencoder
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups, num_senders
-from vllm.v1.interventions.makings import Attention, Lens
+from vllm.v1.interventions.makings import Attention, Dose, Lens
 from vllm.v1.interventions.messages import WorkerRequest
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.step_rows import Block, Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention.reader import AttentionReader
 from vllm.v1.interventions.worker.making.attention import AttentionMaker, AttentionRequests
+from vllm.v1.interventions.worker.making.doses import DoseMaker, Steered
 from vllm.v1.interventions.worker.making.features import on_device
 from vllm.v1.interventions.worker.making.lens import FileLens, LensMaker, LensReader
 from vllm.v1.interventions.worker.making.maker import Captured, Material
@@ -174,6 +175,13 @@ class CaptureArena:
         assert isinstance(maker, AttentionMaker)
         maker.reader = reader
 
+    def compare_with(self, tables: Mapping[Site, torch.Tensor]) -> None:
+        """Make doses by these from now on, which `Steered` describes."""
+        if self._outbox is not None:
+            maker = self._outbox.makers[Dose]
+            assert isinstance(maker, DoseMaker)
+            maker.steered = Steered(list(self.sites), self._tokens.slots, tables)
+
     def read_lenses(self, reader: LensReader) -> None:
         """Read lenses by this from now on."""
         assert self._outbox is not None
@@ -319,7 +327,7 @@ class CaptureArena:
         """A step's result, and what is captured for it."""
         rows = StepRows(self._version, blocks, self.shape.hidden_size, self.shape.torch_dtype)
         programs = self._tokens.focus[token_index] if self._tokens.focuses else None
-        return rows, Captured(positions[token_index].long(), programs)
+        return rows, Captured(positions[token_index].long(), token_index, programs)
 
     def capture_final(self, hidden_states: torch.Tensor, probed: bool) -> None:
         """Capture what goes to the head, if wanted, as `WorkerInterventions.capture_final`.
