@@ -20,7 +20,7 @@ from tests.http.checks import Reference
 from tests.http.server import NAME, Server
 from tests.support.serving import vector
 from vllm.entrypoints.serve.steering.client import AsyncSteeringClient, SteeringClient, pack
-from vllm.pilot import patch_sweep
+from vllm.pilot import head_sweep, patch_sweep
 
 pytestmark = pytest.mark.full
 
@@ -263,6 +263,81 @@ def test_only_layers_that_have_the_point(client: SteeringClient) -> None:
     assert np.abs(grid[1, 0] - grid[0, 1]).max() <= EXACT < np.abs(grid[0, 0] - grid[0, 1]).max()
 
 
+class Headed:
+    """transformers, with one head's rows changed before they are joined."""
+
+    def __init__(self, hooked: Hooked) -> None:
+        self.hooked, model = hooked, hooked.model
+        self.heads = model.config.num_attention_heads
+        self.joins = [block.self_attn.o_proj for block in model.model.layers]
+
+    def rows(self, text: str, layer: int) -> torch.Tensor:
+        """[n, heads, width] at z."""
+        found: list[torch.Tensor] = []
+        seen = self.joins[layer].register_forward_pre_hook(lambda m, given: found.append(given[0]))
+        self.hooked.odds(text)
+        seen.remove()
+        return found[0][0].unflatten(-1, (self.heads, -1))
+
+    def changed(self, layer: int, head: int, positions: list[int], to: Any) -> float:
+        """The odds where a head's rows are others: a factor, or rows [n, width]."""
+
+        def change(module: Any, given: Any) -> Any:
+            parts = given[0].unflatten(-1, (self.heads, -1)).clone()
+            own = parts[0, positions, head]
+            parts[0, positions, head] = to * own if isinstance(to, float) else to
+            return (parts.flatten(-2),)
+
+        handle = self.joins[layer].register_forward_pre_hook(change)
+        try:
+            return self.hooked.odds(PROMPT)
+        finally:
+            handle.remove()
+
+
+def test_heads_are_an_axis(client: SteeringClient, hooked: Hooked) -> None:
+    """Taken out at all positions, and patched at some; another head's number is another."""
+    headed, asked = Headed(hooked), {**ASKED, "points": "z", "layers": [1, 2]}
+    taken = client.sweep(**{**asked, "clean": None})
+    everywhere, some = list(range(len(PROMPT))), [3, 11, 12]
+    grid, numbers = np.array(taken["grid"]), list(range(headed.heads))
+    assert grid.shape == (1, 2, headed.heads) and taken["cells"] == grid.size
+    assert (taken["points"], taken["layers"], taken["heads"]) == (["z"], [1, 2], numbers)
+    want = [[headed.changed(n, h, everywhere, 0.0) for h in numbers] for n in (1, 2)]
+    assert np.abs(grid[0] - want).max() <= EXACT
+    assert np.abs(np.array(want) - taken["corrupt"]).min() > 10 * EXACT
+
+    patched = client.sweep(**asked, positions=some)
+    grid = np.array(patched["grid"])
+    want = [
+        [headed.changed(n, h, some, headed.rows(CLEAN, n)[some, h]) for h in numbers]
+        for n in (1, 2)
+    ]
+    assert np.abs(grid[0] - want).max() <= EXACT
+    assert patched["clean"] == pytest.approx(hooked.odds(CLEAN), abs=EXACT)
+    assert patched["positions"] == some and patched["noise_floor"] <= EXACT
+
+    one = client.sweep(**{**asked, "clean": None, "layers": {"2": [1]}})
+    assert one["grid"] == [[[None, pytest.approx(taken["grid"][0][1][1], abs=EXACT)]]]
+    found = head_sweep(
+        client, PROMPT, answer=ASKED["answer"], other=ASKED["other"], layers=[1, 2], factor=0.5
+    )
+    want = [[headed.changed(n, h, everywhere, 0.5) for h in numbers] for n in (1, 2)]
+    assert np.abs(found.values - want).max() <= EXACT
+    assert "head 1" in repr(patch_sweep(client, PROMPT, answer="a", points=["z"]))
+
+
+def test_cells_of_heads_in_a_stream(server: Server) -> None:
+    body = {"model": NAME, **ASKED, "clean": None, "points": ["z"], "stream": True}
+    with httpx.stream("POST", server.url + "/v1/steering/sweep", json=body, timeout=300) as answer:
+        (_, head), *cells, (_, summary), _ = events(answer)
+    assert [cell.keys() for _, cell in cells] == [{"point", "layer", "head", "value"}] * len(cells)
+    for _, cell in cells:
+        assert (
+            summary["grid"][0][head["layers"].index(cell["layer"])][cell["head"]] == cell["value"]
+        )
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt", "must be a text"),
     ({"prompt": [[1]]}, "prompt", "must be a text"),
@@ -290,6 +365,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {"clean": None, "op": {"op": "add", "vector": pack(vector(1))}, "scales": [0.5] * 9999},
         "positions", "a sweep has at most 65536",
     ),
+    ({"clean": None, "points": "z", "op": {"op": "scale", "heads": {}}}, "op.heads", "is an axis"),
+    ({"points": ["z", "post_block"]}, "points[0]", "unknown point"),
+    ({"points": "z", "layers": 99}, "layers", "out of range"),
+    ({"points": "z", "layers": {"1": [9]}}, "layers.1", "head 9 is out of range"),
+    ({"clean": None, "points": "z", "op": {"op": "ablate", "direction": pack(vector(1))}},
+     "op.op", "does not act on heads"),
     ({"rows": 1}, "rows", "is not a field of this endpoint"),
 ]  # fmt: skip
 

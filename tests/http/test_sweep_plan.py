@@ -31,7 +31,7 @@ pytestmark = pytest.mark.quick
 def test_cells_of_one_position_follow_each_other() -> None:
     """From behind, so that the cache has what is before a position."""
     cells = list(plan(points=["post_attn", "pre_attn"], layers=[0, 1], positions=[0, 2]).cells())
-    assert [cell.position for cell in cells] == [2] * 4 + [0] * 4
+    assert [at for _, _, at, _ in cells] == [2] * 4 + [0] * 4
     assert cells[:2] == [("pre_attn", 0, 2, None), ("post_attn", 0, 2, None)]
     assert len(set(cells)) == len(cells)
 
@@ -49,7 +49,7 @@ def test_noise_is_looked_for_everywhere() -> None:
     whole = plan(points=["pre_attn", "post_block"])
     noise = whole.noise_cells()
     assert len(set(noise)) == len(noise) == NOISE_CELLS < whole.num_cells == 24
-    assert {cell.position for cell in noise} == {0, 1, 2}
+    assert {at for _, _, at, _ in noise} == {0, 1, 2}
     assert {cell.point for cell in noise} == {"pre_attn", "post_block"}
     hooks = whole.of_prompt()["capture"]["inline"]["hooks"]
     assert {(cell.point, cell.layer) for cell in noise} == {
@@ -61,7 +61,8 @@ def test_cells_are_made_one_by_one() -> None:
     """What comes before the first cell costs the same with a thousand times as many."""
 
     def calls(positions: int) -> int:
-        whole = replace(plan(points=["pre_attn"]), positions=list(range(positions)))
+        few = plan(points=["pre_attn"])
+        whole = replace(few, places=replace(few.places, positions=list(range(positions))))
         counted = 0
 
         def called(frame: FrameType, event: str, argument: Any) -> None:

@@ -278,6 +278,7 @@ def _steering(vector: list[float], width: int) -> Iterator[Legal]:
     replaced = {**sweep, "clean": "there", "align": "end", "op": {"op": "replace"}}
     yield Legal(SWEEP, {**sweep, "op": added, "scales": [1.0, 2.0]})
     yield Legal(SWEEP, {**replaced, "other": "w", "metric": "recovered"})
+    yield Legal(SWEEP, {**sweep, "points": ["z"], "layers": {"0": [0]}})
     for selector in SELECTORS[:5]:
         yield Legal(SWEEP, {**sweep, "op": added, "positions": selector})
 

@@ -42,10 +42,12 @@ class PatchSweep:
     positions: list[int]
     tokens: list[str] | None
     """The text at each of `positions`; None of an engine without a tokenizer."""
+    heads: list[int] | None
+    """The third axis of `values` at z, where each head is changed at all positions; else None."""
     scales: list[float] | None
     values: np.ndarray
-    """float64 [points, layers, positions], and [scales] if these are an axis; nats, or the share
-    recovered. NaN where a layer lacks the point."""
+    """float64 [points, layers, positions or heads], and [scales] if these are an axis; nats, or the
+    share recovered. NaN where a layer lacks the point or the head."""
     clean: float | None
     """The metric of the clean prompt, nats also where shares are recovered."""
     corrupt: float
@@ -59,11 +61,10 @@ class PatchSweep:
         lines = [f"PatchSweep: {self.metric}, {change.size} cells"]
         for flat in np.argsort(-abs(change), axis=None)[:5]:
             point, layer, position, *scale = np.unravel_index(flat, change.shape)
-            token = f" {self.tokens[position]!r}" if self.tokens else ""
             scaled = f" scale {self.scales[scale[0]]:+g}" if self.scales else ""
             lines.append(
-                f"  {self.points[point]} {self.layers[layer]} position "
-                f"{self.positions[position]}{token}{scaled}: {self.values.flat[flat]:+.3f}"
+                f"  {self.points[point]} {self.layers[layer]} {self._along[position]}{scaled}: "
+                f"{self.values.flat[flat]:+.3f}"
             )
         return "\n".join(lines)
 
@@ -83,6 +84,8 @@ class PatchSweep:
         recovered = self.metric == "recovered"
         shown = values if recovered else values - self.corrupt
         names = [repr(t) for t in self.tokens] if self.tokens else list(map(str, self.positions))
+        if self.heads is not None:
+            names = self._along
         size = 2.5 + 0.45 * len(self.layers), 1.6 + 0.3 * len(names)
         figure, axes = subplots(len(self.points), *size)
         label = "share recovered" if recovered else f"change of {self.metric}, nats"
@@ -91,6 +94,16 @@ class PatchSweep:
         if title:
             figure.suptitle(title, fontsize=11)
         save_figure(figure, target)
+
+    @property
+    def _along(self) -> list[str]:
+        """Names of the third axis."""
+        if self.heads is not None:
+            return [f"head {head}" for head in self.heads]
+        texts = (
+            [f" {text!r}" for text in self.tokens] if self.tokens else [""] * len(self.positions)
+        )
+        return [f"position {at}{text}" for at, text in zip(self.positions, texts, strict=True)]
 
     def _changes(self) -> np.ndarray:
         return self.values if self.metric == "recovered" else self.values - self.corrupt
@@ -119,7 +132,10 @@ def patch_sweep(
         clean: a prompt of as many tokens; None where `op` has its own values or vectors.
         answer, other: a text of one token, or its id.
         metric: see `PatchSweep.metric`; by default "diff" with `other`, else "logprob".
-        layers, positions: as in a capture request; positions are those of `prompt`.
+        points: points of the stream; or `"z"` alone, whose heads are an axis in place of positions:
+            each is changed at all of these. Without `clean` it is multiplied by 0.
+        layers, positions: as in a capture request, at z also {layers: heads}; positions are those
+            of `prompt`.
         op: in place of `{"op": "replace"}`, an operation of `SamplingParams.steering` without its
             place.
         scales: an axis more, for operations that have a scale.
@@ -144,7 +160,7 @@ def patch_sweep(
 
 def _here(llm: "LLM", prompt: Prompt, given: Mapping[str, Any]) -> PatchSweep:
     bench = EngineBench(llm)
-    ids, clean = (encoded(bench, text) for text in (prompt, given.get("clean")))
+    ids, clean = (_encoded(bench, text) for text in (prompt, given.get("clean")))
     assert ids is not None
     config = llm.llm_engine.vllm_config
     plan = parse_sweep({"prompt": prompt, **given}, ids, clean, config, bench.tokenizer)
@@ -166,8 +182,8 @@ def _here(llm: "LLM", prompt: Prompt, given: Mapping[str, Any]) -> PatchSweep:
     return _read({**grid.head(), "grid": grid.table()})
 
 
-def encoded(bench: EngineBench, prompt: Prompt | None) -> list[int] | None:
-    """Return the tokens of a prompt; None of None."""
+def _encoded(bench: EngineBench, prompt: Prompt | None) -> list[int] | None:
+    """The tokens of a prompt; None of None."""
     if prompt is None or isinstance(prompt, str):
         return None if prompt is None else bench.encode(prompt)
     ids = [entry for entry in prompt if isinstance(entry, int)]
@@ -204,6 +220,7 @@ def _read(answer: Mapping[str, Any]) -> PatchSweep:
     return PatchSweep(
         **{name: answer[name] for name in names},
         values=np.array(answer["grid"], dtype=np.float64),
+        heads=answer.get("heads"),
         corrupt=float("nan") if corrupt is None else corrupt,
         noise_floor=answer["noise_floor"],
     )

@@ -10,29 +10,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from vllm.config.points import STREAM_POINTS
+from vllm.config.points import READ_POINTS
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.plan import Site
-from vllm.v1.interventions.sites import site_order
+
+from .sweep_places import AnyCell, Places, Rows
 
 NOISE_CELLS = 16
 """Cells of which it is seen what replacing a row by itself changes; they lie all over the grid."""
-
-Rows = Mapping[Site, Any]
-"""A capture's payload: `CapturedRows` by point and layer."""
-
-
-class Cell(NamedTuple):
-    """One place and scale."""
-
-    point: str
-    layer: int
-    position: int
-    scale: float | None
 
 
 @dataclass(frozen=True)
@@ -43,50 +31,44 @@ class SweepPlan:
     """The operation, without its place; without `values` if the clean prompt's rows are those."""
     patches: bool
     """True if rows of the clean prompt are put in."""
-    sites: list[Site]
-    positions: list[int]
-    """Positions of the prompt, ascending."""
-    shift: int
-    """Number to add to a position of the prompt to get the same place in the clean prompt."""
+    places: Places[Any]
     scales: list[float] | None
     answers: list[int]
     """The token ids of `answer` and, if given, `other`."""
     metric: str
     tokens: list[str] | None
-    """The text of the token at each of `positions`; None without a tokenizer."""
+    """The text of the token at each position; None without a tokenizer."""
 
     @cached_property
     def points(self) -> list[str]:
         """The points, in the order of the stream."""
-        return [point for point in STREAM_POINTS if any(point == one for one, _ in self.sites)]
+        return sorted({point for point, _ in self.places.sites}, key=READ_POINTS.index)
 
     @cached_property
     def layers(self) -> list[int]:
         """The layers of any point, ascending."""
-        return sorted({layer for _, layer in self.sites})
+        return sorted({layer for _, layer in self.places.sites})
 
     @property
     def num_cells(self) -> int:
         """Number of cells."""
-        return len(self.sites) * len(self.positions) * len(self.scale_axis)
+        return self.places.count * len(self.scale_axis)
 
     @property
     def scale_axis(self) -> Sequence[float | None]:
         """The scales; one None where they are no axis."""
         return self.scales or [None]
 
-    def cells(self) -> Iterator[Cell]:
-        """All cells by falling position: those of one share the prefix before it in the cache."""
+    def cells(self) -> Iterator[AnyCell]:
+        """All cells, in the order of their places."""
         return map(self._cell, range(self.num_cells))
 
-    def _cell(self, i: int) -> Cell:
+    def _cell(self, i: int) -> AnyCell:
         """The cell at a place in the order of `cells`."""
         i, scale = divmod(i, len(self.scale_axis))
-        i, site = divmod(i, len(self.sites))
-        point, layer = self.sites[site]
-        return Cell(point, layer, self.positions[-1 - i], self.scale_axis[scale])
+        return self.places.cell(i, self.scale_axis[scale])
 
-    def noise_cells(self) -> list[Cell]:
+    def noise_cells(self) -> list[AnyCell]:
         """The places where rows are replaced by themselves; none where no rows are put in."""
         if not self.patches:
             return []
@@ -105,31 +87,25 @@ class SweepPlan:
 
     def of_clean(self) -> dict[str, Any]:
         """Return the fields of the clean prompt's request: its rows are captured."""
-        return self._capture(self.sites, [position + self.shift for position in self.positions])
+        return {"capture": {"inline": self.places.of_clean()}}
 
     def of_prompt(self) -> dict[str, Any]:
         """Return the fields of the prompt's request: rows of `noise_cells` are captured."""
         cells = self.noise_cells()
-        sites = sorted({(cell.point, cell.layer) for cell in cells}, key=site_order)
-        return self._capture(sites, sorted({cell.position for cell in cells})) if cells else {}
+        return {"capture": {"inline": self.places.reads(cells)}} if cells else {}
 
-    def of_cell(self, cell: Cell, clean: Rows | None) -> dict[str, Any]:
+    def of_cell(self, cell: AnyCell, clean: Rows | None) -> dict[str, Any]:
         """Return the fields of a cell's request.
 
         Args:
             clean: the clean prompt's rows, if they are put in.
         """
-        if clean is None:
-            op = dict(self.op)
-        else:
-            rows = clean[cell.point, cell.layer]
-            op = {**self.op, "values": rows.at(cell.position + self.shift)[None]}
-        return self._placed(op if cell.scale is None else {**op, "scale": cell.scale}, cell)
+        op = self.op if cell.scale is None else {**self.op, "scale": cell.scale}
+        return {"steering": self.places.steered(op, cell, clean, self.places.shift)}
 
-    def of_noise(self, cell: Cell, prompt: Rows) -> dict[str, Any]:
+    def of_noise(self, cell: AnyCell, prompt: Rows) -> dict[str, Any]:
         """Return the fields of a request in which a cell's row is replaced by itself."""
-        row = prompt[cell.point, cell.layer].at(cell.position)[None]
-        return self._placed({**self.op, "values": row}, cell)
+        return {"steering": self.places.steered(self.op, cell, prompt, 0)}
 
     def score(self, logprobs: Any) -> float:
         """Return log P(answer), less log P(other) if there is one, in nats.
@@ -139,18 +115,6 @@ class SweepPlan:
         """
         found = [float(logprobs[token].logprob) for token in self.answers]
         return found[0] - found[1] if len(found) > 1 else found[0]
-
-    @staticmethod
-    def _capture(sites: Sequence[Site], positions: list[int]) -> dict[str, Any]:
-        hooks: dict[str, list[int]] = {}
-        for point, layer in sites:
-            hooks.setdefault(point, []).append(layer)
-        return {"capture": {"inline": {"hooks": hooks, "positions": positions}}}
-
-    @staticmethod
-    def _placed(op: dict[str, Any], cell: Cell) -> dict[str, Any]:
-        place = {"point": cell.point, "layers": cell.layer, "positions": [cell.position]}
-        return {"steering": [{**op, **place}]}
 
 
 @dataclass
@@ -165,15 +129,13 @@ class Grid:
     noise_floor: float | None = None
     """The largest change, in nats, where a row is replaced by itself; None if none is."""
     values: np.ndarray = field(init=False)
-    """float64 [points, layers, positions, scales or 1]; NaN where a layer lacks the point."""
+    """float64 [points, layers, positions or heads, scales or 1]; NaN where a layer lacks the point
+    or the head."""
 
     def __post_init__(self) -> None:
         """Raise ValueError where there is nothing to recover."""
         plan = self.plan
-        shape = (
-            len(plan.points), len(plan.layers), len(plan.positions), len(plan.scale_axis)
-        )  # fmt: skip
-        self.values = np.full(shape, np.nan)
+        self.values = np.full(tuple(map(len, self._axes)), np.nan)
         if plan.metric == "recovered" and not abs((self.clean or 0.0) - self.corrupt) > 0:
             reject(
                 "metric",
@@ -181,13 +143,12 @@ class Grid:
                 "recover; ask for logprob or diff, or of other prompts",
             )
 
-    def add(self, cell: Cell, score: float) -> float:
+    def add(self, cell: AnyCell, score: float) -> float:
         """Note a cell's score; return its value."""
         if self.plan.metric == "recovered":
             assert self.clean is not None
             score = (score - self.corrupt) / (self.clean - self.corrupt)
-        points, layers, positions, scales = self._places
-        at = points[cell.point], layers[cell.layer], positions[cell.position], scales[cell.scale]
+        at = tuple(names[name] for names, name in zip(self._places, cell, strict=True))
         self.values[at] = score
         return score
 
@@ -203,7 +164,8 @@ class Grid:
             "metric": plan.metric,
             "points": plan.points,
             "layers": plan.layers,
-            "positions": plan.positions,
+            "positions": plan.places.positions,
+            plan.places.name: list(plan.places.along),
             "tokens": plan.tokens,
             "scales": plan.scales,
             "clean": as_json(self.clean),
@@ -213,21 +175,22 @@ class Grid:
         }
 
     def table(self) -> list[Any]:
-        """Return the values as lists, [points][layers][positions] and [scales] if that is an axis;
-        null where a layer lacks the point or a value is not finite."""
+        """Return the values as lists, [points][layers][positions or heads] and [scales] if that is
+        an axis; null where a layer lacks the place or a value is not finite."""
         values = self.values if self.plan.scales is not None else self.values[..., 0]
         shown = values.astype(object)
         shown[~np.isfinite(values)] = None
         as_lists: list[Any] = shown.tolist()
         return as_lists
 
+    @property
+    def _axes(self) -> tuple[Sequence[Any], ...]:
+        plan = self.plan
+        return plan.points, plan.layers, plan.places.along, plan.scale_axis
+
     @cached_property
     def _places(self) -> tuple[dict[Any, int], ...]:
-        plan = self.plan
-        axes: tuple[Sequence[Any], ...] = (
-            plan.points, plan.layers, plan.positions, plan.scale_axis
-        )  # fmt: skip
-        return tuple({name: i for i, name in enumerate(axis)} for axis in axes)
+        return tuple({name: i for i, name in enumerate(axis)} for axis in self._axes)
 
 
 def as_json(value: float | None) -> float | None:

@@ -5,7 +5,7 @@ of them."""
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vllm.config.points import STREAM_POINTS
+from vllm.config.points import RETURNED, STREAM_POINTS
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.errors import InterventionError, reject
 from vllm.v1.interventions.frontend.request.budget import Work
@@ -15,16 +15,17 @@ from vllm.v1.interventions.frontend.request.resolve import need_steering
 from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.frontend.request.written_text import WrittenText
 from vllm.v1.interventions.given import Given
-from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import (
     need_captured_points,
+    need_point,
     need_steered_points,
     site_order,
 )
 from vllm.v1.interventions.values import plain_list
 
 from .packed import read_op
+from .sweep_places import HeadPlaces, Places, StreamPlaces
 from .sweep_plan import SweepPlan
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ MOST_CELLS = 65_536
 """Cells of one sweep, at most: each is a request to the engine."""
 
 _SCALED = ("add", "norm_match")
-_AXES = {"point": "points", "layers": "layers", "positions": "positions"}
+_AXES = {"point": "points", "layers": "layers", "heads": "layers", "positions": "positions"}
 
 
 def parse_sweep(
@@ -66,29 +67,27 @@ def parse_sweep(
     given = Given({name: body[name] for name in FIELDS if body.get(name) is not None}, "")
     op, patches = _op(given)
     answers, metric = _metric(given, config, tokenizer)
-    sites = _sites(given, shape)
-    need_steered_points(sites, "points", config.steering_config)
-    if patches:
-        need_captured_points(sites, "points", config.capture_config)
     work = Work(config.steering_config.max_request_work)
     asked = Prompt(prompt, 1, tokenizer, work, turns, written=written)
     positions, shift = _positions(given, asked, clean)
+    places = _places(given, shape, positions, shift)
+    need_steered_points(places.sites, "points", config.steering_config)
+    if patches:
+        need_captured_points(places.sites, "points", config.capture_config)
     scales = plain_list(given["scales"].value)
-    count = len(sites) * len(positions) * (1 if scales is None else len(scales))
+    count = places.count * (1 if scales is None else len(scales))
     if count > MOST_CELLS:
         reject(
             "positions",
-            f"points, layers, positions and scales make {count} cells, a sweep has at most "
-            f"{MOST_CELLS}",
+            f"points, layers, positions or heads, and scales make {count} cells, a sweep has at "
+            f"most {MOST_CELLS}",
         )
     ids = [prompt[position] for position in positions]
     texts = {} if tokenizer is None else {one: tokenizer.decode([one]) for one in set(ids)}
     return SweepPlan(
         op=op,
         patches=patches,
-        sites=sites,
-        positions=positions,
-        shift=shift,
+        places=places,
         scales=_scales(given, op, scales),
         answers=answers,
         metric=metric,
@@ -109,7 +108,8 @@ def translated(error: InterventionError) -> NoReturn:
 
 def _op(given: Given) -> tuple[dict[str, Any], bool]:
     """The operation, and whether its values are the clean prompt's rows."""
-    asked = given.get("op", {"op": "replace"})
+    taken_out = _of_heads(given) and "clean" not in given
+    asked = given.get("op", {"op": "scale", "factor": 0.0} if taken_out else {"op": "replace"})
     op = dict(Given(read_op(asked.value, asked.path), asked.path).mapping())
     for key, axis in _AXES.items():
         if key in op:
@@ -162,15 +162,25 @@ def _token(given: Given, vocabulary: int, tokenizer: TokenizerLike | None) -> in
     return token
 
 
-def _sites(given: Given, shape: TapShape) -> list[Site]:
+def _of_heads(given: Given) -> bool:
+    """True if the sweep's places are heads."""
+    return given["points"].says(RETURNED) or plain_list(given["points"].value) == [RETURNED]
+
+
+def _places(given: Given, shape: TapShape, positions: list[int], shift: int) -> Places[Any]:
     asked, layers = given.get("points", ["post_block"]), given.get("layers", "all")
+    if _of_heads(given):
+        need_point(RETURNED, "points", shape, (RETURNED,))
+        heads = layers.heads(RETURNED, shape)
+        sites = [(RETURNED, layer) for layer in sorted(heads)]
+        return HeadPlaces(sites, positions, shift, heads)
     listed = plain_list(asked.value)
     names = [asked.value] if listed is None else listed[: len(STREAM_POINTS) + 1]
     points = [Given(name, f"{asked.path}[{i}]").point(shape) for i, name in enumerate(names)]
     if not points or len(set(points)) < len(points):
         asked.refuse("must name a point, each once")
     sites = [(point, n) for point in points for n in layers.layers(point, shape)]
-    return sorted(sites, key=site_order)
+    return StreamPlaces(sorted(sites, key=site_order), positions, shift)
 
 
 def _positions(given: Given, prompt: Prompt, clean: list[int] | None) -> tuple[list[int], int]:

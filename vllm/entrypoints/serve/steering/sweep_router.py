@@ -29,7 +29,8 @@ from vllm.v1.interventions.frontend.request.resolve import need_steering
 from vllm.v1.interventions.frontend.request.written_text import written_text
 
 from .protocol import flag_of, read_body
-from .sweep_plan import Cell, Grid, as_json
+from .sweep_places import AnyCell
+from .sweep_plan import Grid, as_json
 from .sweep_request import FIELDS, parse_sweep
 from .sweep_run import SweepRun, SweepSlots
 
@@ -87,15 +88,15 @@ async def _answer(body: dict[str, Any], raw_request: Request) -> Response:
 
 async def _events(
     grid: Grid,
-    first: tuple[Cell, float],
-    cells: AsyncGenerator[tuple[Cell, float]],
+    first: tuple[AnyCell, float],
+    cells: AsyncGenerator[tuple[AnyCell, float]],
     begun: float,
 ) -> AsyncGenerator[str]:
     """The events of a stream. An error ends it with an event of its own.
 
     The cells run whether or not the client reads: a sweep ends and makes room for others.
     """
-    found: asyncio.Queue[tuple[Cell, float] | Exception | None] = asyncio.Queue()
+    found: asyncio.Queue[tuple[AnyCell, float] | Exception | None] = asyncio.Queue()
 
     async def run() -> None:
         try:
@@ -129,7 +130,7 @@ def _event(name: str, data: Mapping[str, Any]) -> str:
     return f"event: {name}\ndata: {json.dumps(data, allow_nan=False)}\n\n"
 
 
-def _shown(grid: Grid, cell: Cell, score: float) -> dict[str, Any]:
+def _shown(grid: Grid, cell: AnyCell, score: float) -> dict[str, Any]:
     shown = cell._asdict()
     if grid.plan.scales is None:
         del shown["scale"]

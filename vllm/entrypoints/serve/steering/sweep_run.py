@@ -12,7 +12,8 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import InterventionError, reject
 
-from .sweep_plan import Cell, Grid, Rows, SweepPlan
+from .sweep_places import AnyCell, Rows
+from .sweep_plan import Grid, SweepPlan
 from .sweep_request import translated
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class SweepRun:
                 grid.note_noise([score async for _, score in scores])
         return grid
 
-    async def cells(self) -> AsyncGenerator[tuple[Cell, float]]:
+    async def cells(self) -> AsyncGenerator[tuple[AnyCell, float]]:
         """Yield each cell and its score, as they come; closing it aborts what is in flight.
 
         Raises:
@@ -119,10 +120,10 @@ class SweepRun:
             self._let_go()
 
     async def _scores(
-        self, asked: Iterable[tuple[Cell, dict[str, Any]]]
-    ) -> AsyncGenerator[tuple[Cell, float]]:
+        self, asked: Iterable[tuple[AnyCell, dict[str, Any]]]
+    ) -> AsyncGenerator[tuple[AnyCell, float]]:
         left = iter(asked)
-        running: set[asyncio.Task[tuple[Cell, float]]] = set()
+        running: set[asyncio.Task[tuple[AnyCell, float]]] = set()
         try:
             while True:
                 while len(running) < self._slots.size and (one := next(left, None)) is not None:
@@ -137,7 +138,7 @@ class SweepRun:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _score(self, cell: Cell, fields: dict[str, Any]) -> tuple[Cell, float]:
+    async def _score(self, cell: AnyCell, fields: dict[str, Any]) -> tuple[AnyCell, float]:
         async with self._slots.free:
             output = await self._ask(self._prompt, fields)
         return cell, self._plan.score(_logprobs(output))
