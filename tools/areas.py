@@ -295,14 +295,14 @@ AREAS = (
     # Doors to the core, and what stands on it.
     Area(
         "server and client",
-        budget=2030,
+        budget=2075,  # sweeps over heads, which the toolkit no longer runs itself
         planned=1900,
         places=("vllm/entrypoints/serve/steering/",),
         core=False,
     ),
     Area(
         "toolkit",
-        budget=3755,
+        budget=3680,
         planned=3100,
         places=(
             "vllm/entrypoints/cli/capture/",
