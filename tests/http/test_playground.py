@@ -105,6 +105,9 @@ def test_the_page_s_files_can_be_packed() -> None:
     assert packed_script("// a\nconst a = 'b  = c';\n\n  f(a, 2 + +x);\n") == (
         "'use strict';const a='b  = c';f(a,2 + +x);"
     )
+    assert packed_script("if (a) {\n  f(';}');\n}\nif (b) { g(); }\n") == (
+        "'use strict';if(a){f(';}')}if(b){g()}"
+    )
     assert {path.name for path in FOLDER.iterdir()} == {*SCRIPTS, "page.html", "style.css"}
     packaged = {Path(name).name for name in overlay_files() if "/playground/" in name}
     assert packaged == {*SCRIPTS, "page.html", "style.css"}, "what the wheel has"

@@ -112,6 +112,15 @@ def test_answers_are_the_client_s(page: Page, client: SteeringClient) -> None:
                 # The page asks for all at once: another batch, so rows are rounded otherwise.
                 near = None if number is None else pytest.approx(number, rel=EXACT, abs=ROUNDED)
                 assert mine[what] == near, what
+        assert "dose" not in pair["plain"]
+        read = {"hooks": {"post_block": "all"}, "positions": "all", "dose": True}
+        answer = client.complete(
+            pair["prompt"], **common, **client_steering(page), capture={"inline": read}
+        )
+        doses = {site: float(rows.values.max()) for site, rows in answer.rows.items()}
+        point, layer = max(doses, key=lambda site: doses[site])
+        number, at = pair["steered"]["dose"]
+        assert at == f"{point} {layer}" and number == pytest.approx(doses[point, layer], rel=EXACT)
         first = [i for i, (a, b) in enumerate(zip(*ids.values(), strict=True)) if a != b]
         assert pair["differs"] == (first[0] if first else -1)
         changed += bool(first)

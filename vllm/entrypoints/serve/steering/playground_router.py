@@ -25,6 +25,7 @@ MAX_BYTES = 64 << 10
 """The most bytes of the page."""
 
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|`[^`]*`)""")
+_BEFORE_QUOTES = re.compile(r"\b(return|case|of|in|typeof|await) $")
 _LONG_COMMENT = re.compile(r"^[ \t]*/\*.*?\*/[ \t]*\n", re.MULTILINE | re.DOTALL)
 
 
@@ -48,7 +49,7 @@ def page() -> tuple[bytes, str]:
     style = packed_style((FOLDER / "style.css").read_text())
     script = packed_script("".join((FOLDER / name).read_text() for name in SCRIPTS))
     html = (FOLDER / "page.html").read_text().replace(">\n<", "><")
-    html = re.sub(r'="([\w-]+)"', r"=\1", html)
+    html = re.sub(r"</option>|</p>(?=<)", "", re.sub(r'="([\w-]+)"', r"=\1", html))
     # Not str.format, and each once: the parts have braces of their own.
     for mark, part in (("/* style.css */", style), ("/* script */", script)):
         html = part.join(html.split(mark, 1))
@@ -60,26 +61,33 @@ def page() -> tuple[bytes, str]:
 
 
 def packed_script(text: str) -> str:
-    """Leave out comments and needless space. Ours have a comment on lines of its own alone, and a
-    semicolon after each statement; a line with more than that, such as a regular expression, is
-    left as it is."""
+    """Leave out comments, needless space and the last semicolon of a block.
+
+    Ours have a comment on lines of its own alone, a semicolon after each statement, and spaces
+    around what divides; a line with more than that, such as a regular expression, is left as it is.
+    """
     lines = []
     for line in _LONG_COMMENT.sub("", text).splitlines():
         line = line.strip()
         if not line or line.startswith("//"):
             continue
-        if line.count("`") in (0, 2) and "/" not in _QUOTED.sub("", line):
+        bare = _QUOTED.sub("", line)
+        if line.count("`") in (0, 2) and bare.count("/") == bare.count(" / "):
             parts = _QUOTED.split(line)
             parts[::2] = map(_without_space, parts[::2])
+            parts[:-1:2] = [_BEFORE_QUOTES.sub(r"\1", part) for part in parts[:-1:2]]
             line = "".join(parts)
         lines.append(line)
-    joined = re.sub(r"([,{(\[;=?:+|&>])\n|\n(?=[?:+.|&}])", r"\1", "\n".join(lines))
+    joined = re.sub(
+        r";\n(?=\})| (?=[+?:&|]+\n)", lambda found: found[0].strip(" ;"), "\n".join(lines)
+    )
+    joined = re.sub(r"([,{}(\[;=?:+|&>])\n|\n(?=[?:+.|&}])", r"\1", joined)
     return f"'use strict';{joined}"
 
 
 def _without_space(code: str) -> str:
     code = re.sub(r" ([-+]) (?![-+])", r"\1", code)
-    return re.sub(r"\s*([=<>?:,{}()\[\]&|;*])\s*", r"\1", code)
+    return re.sub(r"\s*([=<>?:,{}()\[\]&|;*/])\s*", r"\1", code).replace(";}", "}")
 
 
 def packed_style(text: str) -> str:

@@ -85,6 +85,19 @@ function lookCapture(project, hooks, lens) {
   return { inline: captures };
 }
 
+/* The capture of how long vectors are beside the rows that they meet; none where operations act,
+   of which that is not known. */
+function doseCapture(fields) {
+  const { capture, modules, shape, steering } = state;
+  const acting = [...(fields.steering_modules ?? []).map(([name]) => name),
+    ...steering.default_steering_modules];
+  const hooks = record(capture.points.filter((p) => p !== 'z' && shape.steering_points.includes(p))
+    .map((p) => [p, 'all']));
+  const asked = pairs(hooks).length && shape.lanes < 2 && !fields.steering &&
+    !steering.ops.length && !acting.some((name) => modules[name]?.ops?.length);
+  return asked ? { capture: { inline: { hooks, positions: 'all', dose: true } } } : {};
+}
+
 /* What a row is projected on to read nothing but the tokens: its first number. */
 function firstNumber(hidden) {
   return packMatrix([Array.from({ length: hidden }, (_, i) => (i ? 0 : 1))]);

@@ -4,7 +4,7 @@ let stopCompare = null;
 
 const pieceOf = (choice) => choice.delta?.content ?? choice.text ?? '';
 
-// Stream an answer: {pieces: [{text, ids}], finish, rules}; `grow` is called as it grows.
+// Stream an answer: {pieces: [{text, ids}], finish, rules, dose}; `grow` is called as it grows.
 async function stream(prompt, fields, answer, grow, signal) {
   const { path, body } = generation(state.model, prompt, settings(),
     { ...fields, return_token_ids: true });
@@ -14,6 +14,10 @@ async function stream(prompt, fields, answer, grow, signal) {
     const text = pieceOf(choice), ids = choice.token_ids ?? [];
     if (text || ids.length) answer.pieces.push({ text, ids });
     if (choice.rules) answer.rules = choice.rules;
+    for (const entry of choice.capture_results?.inline?.payload ?? []) {
+      const most = max(answer.dose?.[0] ?? 0, ...unpack(entry));
+      if (most !== answer.dose?.[0]) answer.dose = [most, `${entry.point} ${entry.layer}`];
+    }
     if (choice.finish_reason) {
       answer.finish = choice.stop_reason ?? choice.finish_reason;
       answer.done = true;
@@ -49,7 +53,8 @@ function showAnswer(place, answer, differs) {
     ? make('mark', { title: 'the first token that differs' }, piece.text || '∅') : piece.text));
   put(place, make('small.quiet', answer.name), text,
     make('div', ...lights(answer.rules)),
-    make('small.quiet', answer.finish ? `ended: ${answer.finish}` : ''));
+    make('small.quiet', answer.finish ? `ended: ${answer.finish}` : '',
+      answer.dose ? `; dose up to ${shown(answer.dose[0])} at ${answer.dose[1]}` : ''));
   if (answer.error) sayError(place.appendChild(make('div')), answer.error);
 }
 
@@ -80,7 +85,7 @@ async function compare() {
   $('stop').hidden = false;
   try {
     const asked = rows.flatMap(({ pair, grow }) => [[pair.plain, rules],
-      [pair.steered, { ...steering, ...rules }]].map(async ([answer, fields]) => {
+      [pair.steered, { ...steering, ...rules, ...(pairs(steering).length && can.capture() && doseCapture(steering)) }]].map(async ([answer, fields]) => {
       try {
         await stream(pair.prompt, fields, answer, grow, stopCompare.signal);
       } catch (error) {

@@ -95,7 +95,7 @@ function termRow(term, i) {
       () => working($('steer'), () => pickPositions(term, positions)),
       { title: 'choose tokens of the first prompt', disabled: !can.capture() }),
     ...standing(state.terms, i),
-    make('small.quiet.wide', module ? 'as it was registered' : op.means), positions);
+    make('small.quiet.wide', module ? 'as registered' : op.means), positions);
 }
 
 function ruleRow(rule, i) {
@@ -132,7 +132,7 @@ async function pickPositions(term, place) {
       span.setAttribute('aria-selected', chosen.has(i));
       term.positions = [...chosen].sort((a, b) => a - b);
     } }), make('small.quiet', {},
-    'Positions count in every prompt; none chosen means all of them. '));
+    'Positions count in every prompt; none means all.'));
   place.querySelector('.tokens').focus();
 }
 
