@@ -295,7 +295,7 @@ AREAS = (
     # Doors to the core, and what stands on it.
     Area(
         "server and client",
-        budget=2075,  # sweeps over heads, which the toolkit no longer runs itself
+        budget=2078,  # sweeps over heads, which the toolkit no longer runs itself
         planned=1900,
         places=("vllm/entrypoints/serve/steering/",),
         core=False,

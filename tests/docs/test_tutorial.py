@@ -39,6 +39,8 @@ def test_tutorial_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     read = dict(re.findall(r"^probe ([+-]\d+\.\d) .* (\w+) orchard", printed, re.M))
     [(glad, _), (sad, _)] = sorted(read.items(), key=lambda found: -float(found[0]))
     assert float(glad) > 0 > float(sad) and read == {glad: "blooming", sad: "frozen"}, printed
+    ruled = dict(re.findall(r"^rule (\S+) .* (\w+) orchard", printed, re.M))
+    assert ruled == {"rule:glad": "blooming", "None": "frozen"}, printed
     texts = said_by_scale(printed)
     assert len(texts) == 3 and texts["-1.0"] != texts["+1.0"]
     assert "saved ['straight.safetensors']" in printed

@@ -67,7 +67,9 @@ def test_capture_by_curl_has_rows(server: Server) -> None:
 
 def test_programs(server: Server) -> None:
     by_openai, by_ours = blocks("docs/http.md", "python")
-    assert run([sys.executable, "-"], by_openai, server) == "ok\n"
+    steered = run([sys.executable, "-"], by_openai, server)
+    plain = run([sys.executable, "-"], by_openai.replace('"scale": 0.5', '"scale": 0.0'), server)
+    assert steered.startswith("ok ") and plain.startswith("ok ") and steered != plain
     printed = run([sys.executable, "-"], by_ours, server)
     said = dict(line.split(" ", 1) for line in printed.splitlines() if " " in line)
     assert said.keys() >= {"plain", "steered", "chat", "version"}

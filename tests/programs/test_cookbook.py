@@ -177,7 +177,7 @@ def test_a_head_gets_what_it_gives_in_another_prompt(made: dict[str, Any], tmp_p
     [
         ({"answer": "a b c"}, "answer: .* tokens; one"),
         ({"clean": "He"}, r"clean: has \d tokens and prompt \d+"),
-        ({"layers": [99]}, r"layers: layer 99 is out of range"),
+        ({"layers": [99]}, r"layers\[0\]: layer 99 is out of range"),
     ],
 )
 def test_a_sweep_of_heads_that_is_refused(
