@@ -34,6 +34,7 @@ _CROSSES = "scores < rule.threshold if rule.below else scores > rule.threshold"
 _REVERSED = "scores > rule.threshold if rule.below else scores < rule.threshold"
 _ONE_CROSSES, _ONE_REVERSED = (text.replace("scores", "score") for text in (_CROSSES, _REVERSED))
 _ENDS = "self._stop[0] + 1 - self._num_tokens"
+_LARGEST = "np.fmax.reduce(rows[:, self._sites, column], axis=1)"
 _LAST = "stop = num_tokens - 1 if"
 
 _OF_WATCH = {
@@ -50,6 +51,9 @@ _OF_WATCH = {
     "positions ignored": ("self._wanted.mask(positions)", "positions >= 0"),
     "threshold of one row reversed": (_ONE_CROSSES, _ONE_REVERSED),
     "below ignored of one row": (_ONE_CROSSES, "score > rule.threshold"),
+    "one of several layers": (_LARGEST, "rows[:, self._sites[0], column]"),
+    "the smallest dose": (_LARGEST, _LARGEST.replace("fmax", "fmin")),
+    "what is no number hides a dose": (_LARGEST, _LARGEST.replace("fmax", "maximum")),
     "position of one row ignored": ("if position in self._wanted:", "if True:"),
 }
 _OF_REQUEST = {

@@ -131,6 +131,24 @@ def test_a_window_reaches_over_steps() -> None:
         by_hand([1] * 8, [1] * 2 * (PROMPT + MOST), window, False, "generated", None)
 
 
+def test_of_several_layers_the_largest_dose_counts() -> None:
+    """At each row by itself, and in rows that come together; what is no number is left out."""
+    doses = [[0.1, 0.6], [0.6, 0.1], [np.nan, 0.7], [0.1, 0.4], [0.4, 0.1]]
+    rule = {"name": "r", "point": "post_block", "layer": "0-1", "dose": True, "threshold": 0.5}
+    plan = plan_of(rules=[{**rule, "over": "all"}], max_tokens=MOST)
+    assert plan is not None and plan.capture is not None
+    for steps in ([[0, 1, 2, 3, 4]], [[0], [1], [2], [3], [4]]):
+        watches = RuleWatches()
+        watch = watches.open("a", plan.capture, PROMPT)
+        assert watch is not None
+        for at in steps:
+            values = torch.tensor([doses[i] for i in at])[..., None]
+            watches.add([CapturedChunk(np.array(at), [values], 0, [("a", len(at))])])
+        result = watch.results(PROMPT + 1)["r"]
+        assert result is not None and (result.fired_at, result.fired, result.rows) == (0, 3, 5)
+        assert (result.max, result.min) == pytest.approx((0.7, 0.4))
+
+
 def test_scores_that_are_no_numbers_never_fire() -> None:
     """An infinity may, and is left out of what is said of the scores."""
     plan = plan_for({"over": "all"}, {"over": "all", "below": True})
