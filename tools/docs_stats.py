@@ -16,7 +16,7 @@ BUDGETS = {
     "docs/attention.md": 1900,
     "docs/capture-files.md": 1050,
     "docs/features.md": 720,
-    "docs/capture.md": 4330,
+    "docs/capture.md": 4345,
     "docs/coming-from.md": 1120,
     "docs/cookbook.md": 720,
     "docs/datasets.md": 800,
