@@ -4,7 +4,8 @@ leaves their pictures.
 
     python -m examples.cookbook [--model DIR] [--out DIR] [--page docs/analyzers.md]
 
-Without `--model` the demo's small model is taken. Blocks that need a server are left out.
+Without `--model` SmolLM2-135M-Instruct is taken (93 MB, once). Blocks that need a server are left
+out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.environment import prepare_environment
+from vllm.pilot.checkpoints import checkpoint
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "cookbook.md"
@@ -44,15 +46,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cookbook")
     parser.add_argument("--page", type=Path, default=PAGE, help="a page with one program")
     given = parser.parse_args()
-    prepare_environment(small_model=given.model is None)
-    model = given.model
-    if model is None:
-        from rich.console import Console
-
-        from demo.train import Recipe, cached_model
-
-        model = cached_model(ROOT / "build" / "demo-model", Recipe(), Console())
-    run(model, given.out, given.page)
+    prepare_environment(small_model=False)
+    run(given.model or checkpoint(), given.out, given.page)
     print(f"pictures: {given.out}")
 
 

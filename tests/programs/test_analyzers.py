@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/analyzers.md on a model made in a second: every number of it again, from the attention of
-transformers' eager attention. Each has a twin: the same of another head, document or range."""
+"""docs/analyzers.md on the first layers of its model: every number of it again, from the attention
+of transformers' eager attention. Each has a twin: the same of another head, document or range. On
+the whole model (tier long) it finds what the page says."""
 
 from __future__ import annotations
 
@@ -12,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo.train import Recipe, cached_model
 from examples.cookbook import ROOT, run
 from tests.conformance.engine import shut_down
+from tests.support.real import first_layers, model_folder
 from vllm.pilot.attention import find_texts
 from vllm.pilot.linking import link
 from vllm.pilot.reranker import rank, rerank, rerank_capture
@@ -26,11 +26,12 @@ from vllm.pilot.tracker import HeadScores, attention_tracker, important_heads
 pytestmark = pytest.mark.full
 
 PAGE = ROOT / "docs" / "analyzers.md"
-TINY = Recipe(hidden=128, heads=4, layers=3, intermediate=64, passages=300, steps=4)
-EXACT = 1e-6
-"""How far a weight, a share or a sum of some may be off. Weights of 100 keys are about 0.01."""
+LAYERS, HEADS = 4, 9
+EXACT = 1e-5
+"""How far a weight, a share or a sum of some may be off: six times what was seen, because CPUs of
+other kinds add up in another order."""
 MARGIN = 100 * EXACT
-"""How far twins are off at least: attention of a model this raw is nearly even."""
+"""How far twins are off at least."""
 
 
 class Eager:
@@ -76,13 +77,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Path:
-    return cached_model(folder / "model", TINY, Console(quiet=True))
+    return first_layers(model_folder(), LAYERS, folder / "model")
 
 
 @pytest.fixture(scope="module")
 def made(folder: Path, model: Path) -> Iterator[dict[str, Any]]:
     """The page's variables when it is over."""
-    variables = run(model, folder / "out", PAGE)
+    text = PAGE.read_text()
+    assert text.count("head = (18, 6)") == 1
+    page = folder / "page.md"
+    page.write_text(text.replace("head = (18, 6)", "head = (2, 1)"))  # of a layer that is there
+    variables = run(model, folder / "out", page)
     yield variables
     shut_down(variables["llm"])
 
@@ -103,15 +108,15 @@ def test_tracker_is_what_eager_attention_says(made: dict[str, Any], eager: Eager
     for kind, data in (("normal", "plain"), ("attacked", "injected")):
         for i in (0, 13):
             first, second = made["instructions"][i], made[data][i]
-            prompt = f"{first} {second}"
+            prompt = f"{first} {second}\nAnswer:"
             (of_first,), (of_second,) = (eager.spans(prompt, [text]) for text in (first, second))
             last = eager.weights(prompt)[:, :, -1]
             on, off = last[..., of_first].sum(-1), last[..., of_second].sum(-1)
             want = (on / (on + off + 1e-8)).ravel()
             found: HeadScores = made[kind][i]
-            assert found.heads == [(layer, head) for layer in range(3) for head in range(4)]
+            assert found.heads == [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
             assert abs(found.values - want).max() <= EXACT
-            assert found.of([[1, 2], (0, 3)]) == pytest.approx(want[[6, 3]].mean(), abs=EXACT)
+            assert found.of([[1, 2], (0, 3)]) == pytest.approx(want[[HEADS + 2, 3]].mean(), abs=EXACT)
             assert found.score == pytest.approx(want.mean(), abs=EXACT)
             # The twins: the next head, and the ranges exchanged.
             assert abs(found.values - np.roll(want, 1)).max() > MARGIN
@@ -120,7 +125,7 @@ def test_tracker_is_what_eager_attention_says(made: dict[str, Any], eager: Eager
 
 def test_other_forms_of_the_tracker(made: dict[str, Any], eager: Eager) -> None:
     """From positions and whole weights, as from ranges; the maximum; not normalised."""
-    prompt = f"{made['instructions'][1]} {made['plain'][1]}"
+    prompt = f"{made['instructions'][1]} {made['plain'][1]}\nAnswer:"
     few, rest = range(2, 5), [7, 9, 10]
     asked: dict[str, Any] = {"heads": {0: "all", 2: [1, 3]}, "queries": [-2, -1]}
     ranges = {"keys": {"few": list(few), "rest": rest}, "give": ["mass", "peak"]}
@@ -133,7 +138,7 @@ def test_other_forms_of_the_tracker(made: dict[str, Any], eager: Eager) -> None:
         w = np.stack(
             [
                 weights[layer, head, query]
-                for layer, head in ((0, 0), (0, 1), (0, 2), (0, 3), (2, 1), (2, 3))
+                for layer, head in (*((0, head) for head in range(HEADS)), (2, 1), (2, 3))
             ]
         )
         total = w[:, few].sum(-1) + w[:, rest].sum(-1)
@@ -245,7 +250,7 @@ def test_links_are_what_eager_attention_says(made: dict[str, Any], eager: Eager)
         assert together > top_p - 1e-3
         assert len(found.chosen) == 1 or together - want[found.chosen[-1]][1] < top_p + 1e-3
         assert found.chosen == found.names[: len(found.chosen)]
-        other = by_hand(layer, (head + 1) % 4, temperature)
+        other = by_hand(layer, (head + 1) % HEADS, temperature)
         assert abs(found.scores - [other[name][0] for name in found.names]).max() > MARGIN
     assert links.chosen == link(made["looked"], made["items"]).chosen
 
@@ -271,3 +276,16 @@ def test_texts_are_found_in_order(made: dict[str, Any], eager: Eager) -> None:
     assert decoded == [" the sunny"] * 2 and max(one) < min(two)
     assert two == eager.spans(prompt, ["the sunny"])[0]
     assert ids == made["tokenizer"](prompt).input_ids
+
+
+@pytest.mark.long
+def test_whole_model_finds_what_the_page_says(folder: Path) -> None:
+    """On prompts that chose nothing heads see injections, and not with the two kinds exchanged."""
+    whole = run(model_folder(), folder / "whole", PAGE)
+    normal, attacked = whole["held_out"]
+    assert whole["heads"] != [(0, 0)] and len(normal) == len(attacked) == 8
+    assert float(whole["auroc"](normal, attacked)) > 0.9 > 0.1 > whole["auroc"](attacked, normal)
+    ranking, links = whole["ranking"], whole["links"]
+    assert ranking.order[0] == 2 and ranking.scores[2] > 1.2 * np.sort(ranking.scores)[-2]
+    assert links.chosen == ["Babbage"] and links.chances[0] > 0.9
+    shut_down(whole["llm"])
