@@ -114,9 +114,13 @@ def test_tracker_is_what_eager_attention_says(made: dict[str, Any], eager: Eager
             on, off = last[..., of_first].sum(-1), last[..., of_second].sum(-1)
             want = (on / (on + off + 1e-8)).ravel()
             found: HeadScores = made[kind][i]
-            assert found.heads == [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
+            assert found.heads == [
+                (layer, head) for layer in range(LAYERS) for head in range(HEADS)
+            ]
             assert abs(found.values - want).max() <= EXACT
-            assert found.of([[1, 2], (0, 3)]) == pytest.approx(want[[HEADS + 2, 3]].mean(), abs=EXACT)
+            assert found.of([[1, 2], (0, 3)]) == pytest.approx(
+                want[[HEADS + 2, 3]].mean(), abs=EXACT
+            )
             assert found.score == pytest.approx(want.mean(), abs=EXACT)
             # The twins: the next head, and the ranges exchanged.
             assert abs(found.values - np.roll(want, 1)).max() > MARGIN
