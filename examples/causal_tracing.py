@@ -8,7 +8,7 @@ After Meng et al. 2022 (arXiv 2202.05262), with names swapped in place of noise 
 each token at each layer is restored to what it was in the clean run. Where that brings the answer
 back, the model kept it. All of it is `vllm.pilot.patch_sweep`, once for each of the others.
 
-Without `--model` the demo's small model is asked for a pronoun: who is "Lady Finch"?
+Without `--model` SmolLM2-135M-Instruct (93 MB, once) is asked for a capital.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ BUILD = Path(__file__).parents[1] / "build"
 class Question:
     """A prompt, a part of it, and two continuations whose odds depend on that part."""
 
-    prompt: str = "After supper, Lady Finch returned to the sunny garden."
-    subject: str = "Lady Finch"
-    swapped: tuple[str, ...] = ("Judge Barrow",)
+    prompt: str = "The capital of France is"
+    subject: str = "France"
+    swapped: tuple[str, ...] = ("Italy",)
     """Others in its place, of as many tokens."""
-    answer: str = " She"
-    other: str = " He"
+    answer: str = " Paris"
+    other: str = " Rome"
 
 
 @dataclass(frozen=True)
@@ -166,15 +166,10 @@ def main() -> None:
     question = Question(
         given.prompt, given.subject, tuple(given.swapped), given.answer, given.other
     )
-    prepare_environment(small_model=given.model is None)
-    model = given.model
-    if model is None:
-        from rich.console import Console
+    prepare_environment(small_model=False)
+    from vllm.pilot.checkpoints import checkpoint
 
-        from demo.train import Recipe, cached_model
-
-        model = cached_model(BUILD / "demo-model", Recipe(), Console())
-    llm = start(model, "float32" if given.model is None else "auto")
+    llm = start(given.model or checkpoint(), "float32" if given.model is None else "auto")
     traced = trace(llm, question)
     save(given.out, traced, question)
     print(

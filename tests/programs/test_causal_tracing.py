@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.full
 
 TINY = Recipe(hidden=64, heads=2, layers=3, intermediate=64, passages=300, steps=4)
+QUESTION = Question(
+    "After supper, Lady Finch returned to the sunny garden.",
+    "Lady Finch",
+    ("Judge Barrow",),
+    " She",
+    " He",
+)
 EXACT = 1e-5
 """In nats. The effects are far larger, though the model knows nothing."""
 
@@ -35,19 +43,19 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def traced(llm: LLM) -> Traced:
-    return trace(llm, Question())
+    return trace(llm, QUESTION)
 
 
 def test_the_subject_is_what_was_swapped(traced: Traced) -> None:
     assert "".join(traced.tokens[p] for p in traced.subject).strip() == "Lady Finch"
-    assert "".join(traced.tokens) == Question().prompt
+    assert "".join(traced.tokens) == QUESTION.prompt
 
 
 def test_a_cell_is_what_one_does_by_hand(llm: LLM, traced: Traced) -> None:
     """Rows captured of the clean run, put into the other: one at a time, and all of a layer."""
     from vllm import SamplingParams
 
-    question = Question()
+    question = QUESTION
     ids = [
         llm.get_tokenizer().encode(text, add_special_tokens=False)[0]
         for text in (question.answer, question.other)
@@ -93,10 +101,10 @@ def test_what_must_hold_of_any_heat_map(traced: Traced) -> None:
 
 def test_a_subject_of_another_length_is_refused(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"clean: has \d+ tokens and prompt \d+; with 'align'"):
-        trace(llm, Question(swapped=("Mr Stone",)))
+        trace(llm, replace(QUESTION, swapped=("Mr Stone",)))
 
 
 def test_it_is_drawn(traced: Traced, tmp_path: Path) -> None:
-    save(tmp_path / "out", traced, Question())
+    save(tmp_path / "out", traced, QUESTION)
     assert (tmp_path / "out" / "heatmap.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out" / "numbers.json").is_file()
