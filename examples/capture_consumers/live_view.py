@@ -5,7 +5,7 @@
 
 The direction is the difference of two sets of prompts. `project` multiplies the rows with it on the
 device, so that of every token one number a direction leaves it, and a callback gets these while the
-model goes on. Without `--model` the demo's small model is asked about cheerful and gloomy prompts.
+model goes on. Without `--model` SmolLM2-135M-Instruct writes (93 MB, once).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.capture import CapturedRows
     from vllm.v1.capture.consumer import RequestInfo
 
-BUILD = Path(__file__).parents[2] / "build"
 POINT = "post_block"
 
 
@@ -125,27 +124,22 @@ def watch(llm: LLM, prompt: str, layer: int, directions: torch.Tensor, max_token
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a directory in Hugging Face format")
-    parser.add_argument("--prompt", default="After supper, Lady Finch returned to the")
+    parser.add_argument("--prompt", default="We drove to the coast. All in all, the day was")
     parser.add_argument("--toward", nargs="+", default=["I love this place.", "A wonderful day!"])
     parser.add_argument("--away", nargs="+", default=["I hate this place.", "An awful day!"])
     parser.add_argument("--layer", type=int, help="default: the middle one")
     parser.add_argument("--max-tokens", type=int, default=60)
     given = parser.parse_args()
-    prepare_environment(small_model=given.model is None)
-    model, toward, away = given.model, given.toward, given.away
-    console = Console()
-    if model is None:
-        from demo.corpus import contrast_prompts
-        from demo.train import Recipe, cached_model
+    prepare_environment(small_model=False)
+    from vllm.pilot.checkpoints import checkpoint
 
-        model = cached_model(BUILD / "demo-model", Recipe(), console)
-        toward, away = contrast_prompts(pairs=30, seed=0)
+    console = Console()
     view = View(decode=None, names=["mood", "random"])
-    llm = start(model, view)
+    llm = start(given.model or checkpoint(), view)
     view.decode = llm.get_tokenizer().decode
     config = llm.model_config
     layer = config.get_total_num_hidden_layers() // 2 if given.layer is None else given.layer
-    found = direction(llm, layer, toward, away)
+    found = direction(llm, layer, given.toward, given.away)
     chance = torch.nn.functional.normalize(torch.randn_like(found), dim=0)  # something to compare
     with Live(view, console=console, refresh_per_second=10):
         watch(llm, given.prompt, layer, torch.stack([found, chance]), given.max_tokens)
