@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--adapter", help="a LoRA adapter that answers")
     given = parser.parse_args()
     llm = LLM(given.model or str(checkpoint()), enable_steering=True,
-              steering_families=["norm_match"], capture_consumers=["inline"],
+              steering_families=["norm_match"], capture_consumers=["inline"], enforce_eager=True,
               enable_lora=given.adapter is not None, max_lora_rank=64)  # fmt: skip
     oracle = LoRARequest("oracle", 1, given.adapter) if given.adapter else None
     params = [
