@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from tools import wheels
+from tools import beside, wheels
 from tools.pins import ROOT, BuildError, Pin
 from vllm_pilot import udiff
 
@@ -35,9 +35,9 @@ def overlay_files(root: Path = ROOT) -> list[str]:
     )
 
 
-def apply_seams(tree: Path, root: Path) -> None:
+def apply_seams(tree: Path, root: Path, pin: Pin) -> None:
     """Apply the patches to upstream's files; raises BuildError where one does not fit exactly."""
-    for patch in udiff.series(root / "patches" / "seams"):
+    for patch in beside.seams(pin, root):
         for diff in patch.diffs:
             file = tree / diff.path
             if not file.exists():
@@ -57,7 +57,7 @@ def codemod(root: Path) -> ModuleType:
     return importlib.import_module("patches.taps.codemod")
 
 
-def wire_taps(tree: Path, root: Path, cache: Path | None) -> None:
+def wire_taps(tree: Path, root: Path, pin: Pin, cache: Path | None) -> None:
     """Run the codemod on `tree`, or take what it made of the same models from `cache`."""
     kept = cache / codemod_digest(tree, root) if cache else None
     if kept and kept.exists():
@@ -65,7 +65,7 @@ def wire_taps(tree: Path, root: Path, cache: Path | None) -> None:
         return
     taps = codemod(root)
     try:
-        changed = taps.wire(tree)
+        changed = taps.wire(tree, taps.rows(pin.upstream_version))
     except taps.TapsError as error:
         raise BuildError(str(error)) from error
     if cache and kept:
@@ -88,26 +88,30 @@ def codemod_digest(tree: Path, root: Path) -> str:
     return digest.hexdigest()
 
 
-def lay_overlay(tree: Path, root: Path) -> None:
+def lay_overlay(tree: Path, root: Path, pin: Pin) -> None:
     """Copy our own files into the tree; raises BuildError where upstream has one of that name."""
-    for name in overlay_files(root):
+    names = overlay_files(root)
+    beside.replaced(names, root, pin)  # checks
+    for name in names:
         target = tree / name
         if target.exists():
             raise BuildError(
                 f"{name} exists upstream; vllm/ holds new files only: rename it, or write a seam"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(root / name, target)
+        target.write_bytes(beside.ours(name, root, pin))
 
 
-def layers(tree: Path, root: Path, done: Callable[[str], None], cache: Path | None = None) -> None:
+def layers(
+    tree: Path, root: Path, pin: Pin, done: Callable[[str], None], cache: Path | None = None
+) -> None:
     """Turn upstream's `tree` into the fork's; `done` is called with each layer's name after it."""
     done("upstream")
-    apply_seams(tree, root)
+    apply_seams(tree, root, pin)
     done("seams")
-    wire_taps(tree, root, cache)
+    wire_taps(tree, root, pin, cache)
     done("taps")
-    lay_overlay(tree, root)
+    lay_overlay(tree, root, pin)
     done("overlay")
 
 
@@ -170,14 +174,16 @@ def copy_or_link(source: str, target: str) -> None:
 
 
 INPUTS = ("patches/**/*.py", "patches/seams/*", "tools/assemble.py", "vllm_pilot/udiff.py")
+"""All that build/tree is made from but our own files."""
 
 
 def inputs_digest(root: Path, pin: Pin) -> str:
-    """Hash all that build/tree is made from. Our live files count by name only."""
+    """Hash all that build/tree is made from. Our files count by name only, where they are live."""
     digest = hashlib.sha256(f"{pin}\n".encode())
     for path in sorted(path for pattern in INPUTS for path in root.glob(pattern)):
         digest.update(f"{path.relative_to(root)} {wheels.sha256(path)}\n".encode())
-    digest.update("\n".join(overlay_files(root)).encode())
+    for name in overlay_files(root):
+        digest.update(f"{name} {wheels.sha256(root / name) if pin.differs else ''}\n".encode())
     return digest.hexdigest()
 
 
@@ -245,13 +251,14 @@ def assemble(pin: Pin, root: Path = ROOT, *, discard_edits: bool = False) -> Pat
     """Make build/tree, all of it or nothing, and return its path.
 
     Nothing is done when its inputs did not change. Edits in build/tree that are not exported yet
-    survive, unless `discard_edits`.
+    survive, unless `discard_edits`. Of a version beside the pinned one it is build/tree-VERSION,
+    for reading: our files are no links there, and edits are lost.
 
     Raises:
         BuildError: the layers do not fit, or edits would be lost; the message says what to do.
     """
     build = root / "build"
-    tree = build / "tree"
+    tree = build / f"tree{pin.suffix}"
     stamp = tree / ".git" / "assembled-from"
     with locked(build), partial(build) as new, partial(build) as old:
         digest = inputs_digest(root, pin)
@@ -259,10 +266,13 @@ def assemble(pin: Pin, root: Path = ROOT, *, discard_edits: bool = False) -> Pat
             return tree
         upstream = wheels.upstream_folder(pin, build)
         shutil.copytree(upstream / "vllm", new / "vllm", copy_function=copy_or_link)
-        layers(new, root, lambda layer: commit(new, layer), build / "wired")
-        link_overlay(new, root, tree)
-        if stamp.exists() and not discard_edits:
-            carry_edits(tree, new)
+        if pin.differs:
+            beside.make(pin, root)
+        layers(new, root, pin, lambda layer: commit(new, layer), build / f"wired{pin.suffix}")
+        if not pin.differs:
+            link_overlay(new, root, tree)
+            if stamp.exists() and not discard_edits:
+                carry_edits(tree, new)
         (new / ".git" / "assembled-from").write_text(digest)
         if tree.exists():
             tree.rename(old / "tree")

@@ -135,7 +135,7 @@ def build_wheel(
         folder = Path(temporary)
         upstream = wheels.upstream_folder(pin, build)
         shutil.copytree(upstream / "vllm", folder / "vllm", copy_function=assemble.copy_or_link)
-        assemble.layers(folder, ROOT, lambda layer: None, build / "wired")
+        assemble.layers(folder, ROOT, pin, lambda layer: None, build / "wired")
         print(native.build_for_wheel(pin, folder / "vllm"), file=sys.stderr)
         info = write_dist_info(wheels.dist_info(upstream), folder, pin)
         partial = folder.with_suffix(".whl")

@@ -49,6 +49,8 @@ class Carried:
     """Reason why the hunk is not untouched; "" if it is."""
     shown: str = ""
     """Its place in the new file, or by hand in the pinned one; our lines begin with `+`."""
+    placed: Hunk | None = None
+    """The hunk as it applies to the new file alone, None by hand."""
 
 
 @dataclass
@@ -93,7 +95,9 @@ def carry(base: str, theirs: str, hunks: list[Hunk]) -> tuple[str, list[Carried]
                 one.state, one.note = "merged", f"{why}; it was its class's last field"
             if one.state != "by hand":
                 shown = _show(merged, to, hunk) if one.state == "merged" else ""
-        carried.append(Carried(one.state, hunk.start, _named(was), one.note, shown))
+        start = one.low + bool(hunk.removed)
+        there = None if one.state == "by hand" else replace(hunk, start=start)
+        carried.append(Carried(one.state, hunk.start, _named(was), one.note, shown, there))
     return "\n".join(_with_hunks(new, placed)[0]), carried
 
 

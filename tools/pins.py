@@ -6,16 +6,30 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_pilot import BuildError
 
-__all__ = ["ROOT", "TARGETS", "BuildError", "Pin", "default_target", "load_pin", "read_toml"]
+__all__ = [
+    "ROOT", "TARGETS", "BuildError", "Pin", "beside", "default_target", "load_pin", "read_toml",
+]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Differs:
+    """The part of upstream.toml about a version of upstream that is not the pinned one."""
+
+    untested: str
+    """Things that nobody ran on it, "" if all was; `vllm-pilot apply` says so."""
+    moved: Mapping[str, str] = field(default_factory=dict)
+    """Files of upstream with seams, by their paths in the pinned version."""
+    ours: Mapping[str, str] = field(default_factory=dict)
+    """Texts in our files that give way to others there. Each occurs once in all of them."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,8 @@ class Pin:
     requires: tuple[str, ...]
     """The requirements beside upstream's dependencies."""
     entry_points: Mapping[str, Mapping[str, str]]
+    differs: Differs | None = None
+    """The differences of a version beside the pinned one; None for that one."""
 
     @property
     def version(self) -> str:
@@ -47,6 +63,11 @@ class Pin:
     def pilot_version(self) -> str:
         """The version of our files: of the wheel `vllm-pilot`, and the end of `version`."""
         return self.ours.removeprefix("pilot.")
+
+    @property
+    def suffix(self) -> str:
+        """The end of the names of folders below build/: none for the pinned version."""
+        return f"-{self.upstream_version}" if self.differs else ""
 
     @property
     def tag(self) -> str:
@@ -99,3 +120,25 @@ def load_pin(root: Path = ROOT, target: str | None = None) -> Pin:
         )
     except KeyError as error:
         raise BuildError(f"{root / 'upstream.toml'} has no {error} for {target}; add it") from None
+
+
+def beside(root: Path = ROOT) -> list[Pin]:
+    """Return the pins of the versions that are patched beside the pinned one, oldest first.
+
+    They are of CUDA wheels. Raises BuildError where upstream.toml lacks something.
+    """
+    cuda, found = load_pin(root, "cuda"), read_toml(root).get("beside", {})
+    try:
+        return [
+            replace(
+                cuda,
+                upstream_version=version,
+                filename=one["filename"],
+                sha256=one["sha256"],
+                torch=one["torch"],
+                differs=Differs(one["untested"], one["moved"], one["ours"]),
+            )
+            for version, one in found.items()
+        ]
+    except KeyError as error:
+        raise BuildError(f"{root / 'upstream.toml'} has no {error} in `beside`; add it") from None

@@ -88,13 +88,16 @@ def unpack(wheel: Path, folder: Path, only: str = "") -> None:
 
 
 def upstream_folder(pin: Pin, build: Path) -> Path:
-    """Return the folder of the unpacked wheel, made once under `build`, which the caller locked."""
-    folder = build / f"upstream-{pin.target}-{pin.sha256[:12]}"
+    """Return the folder of the unpacked wheel, made once under `build`, which the caller locked.
+
+    Of a version beside the pinned one it has the Python files alone: nothing of it is run.
+    """
+    folder = build / f"upstream-{pin.target}{pin.suffix}-{pin.sha256[:12]}"
     if not folder.exists():
         wheel = fetch(pin)
         partial = Path(tempfile.mkdtemp(prefix="partial-", dir=build))
         try:
-            unpack(wheel, partial)
+            unpack(wheel, partial, only=".py" if pin.differs else "")
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

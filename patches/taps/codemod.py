@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wires the taps into an upstream tree: all classes of the table, or nothing.
 
-changed = wire(tree)      # edits tree/vllm/... in place
+changed = wire(tree)      # edits tree/vllm/... in place; rows(VERSION) of one beside the pinned
 outcomes = verify(tree)   # one per row, nothing written; for `tools rebase`
 """
 
@@ -18,7 +18,9 @@ from patches.taps.proof import prove
 from patches.taps.reduced import check_reduced
 from patches.taps.rows import DEFERRED, SUMMED, WIRED, Idiom, Row
 from patches.taps.source import Source, Tree
-from patches.taps.table import ROWS
+from patches.taps.table import ROWS, rows
+
+__all__ = ["Outcome", "TapsError", "rows", "verify", "wire", "wire_class"]
 
 LOCATE = (
     dict.fromkeys(DEFERRED, fused.locate)
@@ -42,7 +44,7 @@ class Outcome:
         return self.error is None
 
 
-def wire(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Path]:
+def wire(tree_root: Path, table: Iterable[Row] = ROWS) -> list[Path]:
     """Wire every row into the tree and return the changed files, sorted.
 
     All new sources are computed and proved before the first is written.
@@ -50,10 +52,10 @@ def wire(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Path]:
     Raises:
         TapsError: a row does not fit; the tree is then untouched.
     """
-    rows, tree = tuple(rows), Tree(tree_root)
-    sources = _wired_sources(tree, rows)
-    for row in rows:
-        _check(tree, row, sources)
+    table, tree = tuple(table), Tree(tree_root)
+    sources = _wired_sources(tree, table)
+    for row in table:
+        _check(tree, row, sources, table)
     changed = []
     for file, source in sorted(sources.items()):
         path = tree_root / file
@@ -62,14 +64,14 @@ def wire(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Path]:
     return changed
 
 
-def verify(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Outcome]:
+def verify(tree_root: Path, table: Iterable[Row] = ROWS) -> list[Outcome]:
     """Try every row on its own against an unwired tree, and write nothing; one outcome per row."""
-    outcomes, tree = [], Tree(tree_root)
-    for row in rows:
+    table, tree, outcomes = tuple(table), Tree(tree_root), []
+    for row in table:
         try:
             edited = row.idiom in WIRED or row.idiom is Idiom.REFUSED
             sources = {row.file: wire_class(tree.read(row.file), row)} if edited else {}
-            _check(tree, row, sources)
+            _check(tree, row, sources, table)
             outcomes.append(Outcome(row, None))
         except TapsError as error:
             outcomes.append(Outcome(row, error))
@@ -90,17 +92,17 @@ def _locate(row: Row, forward: cst.FunctionDef) -> edit.Edits:
     return edits
 
 
-def _wired_sources(tree: Tree, rows: tuple[Row, ...]) -> dict[str, Source]:
+def _wired_sources(tree: Tree, table: tuple[Row, ...]) -> dict[str, Source]:
     """Return the modules with all their rows wired, by file."""
     sources: dict[str, Source] = {}
-    for row in rows:
+    for row in table:
         if row.idiom in WIRED or row.idiom is Idiom.REFUSED:
             source = sources.get(row.file) or tree.read(row.file)
             sources[row.file] = wire_class(source, row)
     return sources
 
 
-def _check(tree: Tree, row: Row, sources: dict[str, Source]) -> None:
+def _check(tree: Tree, row: Row, sources: dict[str, Source], table: tuple[Row, ...]) -> None:
     """Check all that must hold of a row once its file is wired."""
     source = sources.get(row.file) or tree.read(row.file)
     if row.idiom in WIRED:
@@ -111,7 +113,7 @@ def _check(tree: Tree, row: Row, sources: dict[str, Source]) -> None:
             prove(row, source)
             check_reduced(row, source)
     elif row.idiom is Idiom.INHERITED:
-        check_inherited(row, source, ROWS)
+        check_inherited(row, source, table)
     elif not source.defines(row.cls):
         raise TapsError(row.file, row.cls, "this class", "it is gone", "remove its row")
 

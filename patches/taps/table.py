@@ -5,6 +5,9 @@ The rows are in `table_fused.py`, `table_summed.py`, `table_hand.py` (wired), `t
 (inherited, refused) and `table_excluded.py`. A refused class says why at start-up.
 """
 
+from collections.abc import Callable
+
+from patches.taps import table_0_33_0
 from patches.taps.rows import Row
 from patches.taps.table_excluded import EXCLUDED
 from patches.taps.table_fused import FUSED, PAIRED, SANDWICH_FUSED, SINGLE_MIXER
@@ -27,3 +30,11 @@ ROWS: tuple[Row, ...] = (
     *EXCLUDED,
 )
 """All rows of the table."""
+
+OTHERS: dict[str, Callable[[tuple[Row, ...]], tuple[Row, ...]]] = {"0.33.0": table_0_33_0.rows}
+"""The tables of the versions beside the pinned one, made from ROWS."""
+
+
+def rows(version: str) -> tuple[Row, ...]:
+    """Return the rows of a version of upstream: ROWS, but for those that differ there."""
+    return OTHERS[version](ROWS) if version in OTHERS else ROWS
