@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools import areas, pilot_wheel
+from tools import areas, beside, pilot_wheel
 from tools.assemble import assemble, git
 from tools.check import check
 from tools.export import export
 from tools.into import assemble_into
-from tools.pins import ROOT, BuildError, load_pin
+from tools.pins import ROOT, BuildError, Pin, load_pin, other_pins
 from tools.rebase import find_wheel, finish, rebase
 from tools.release import release
 
@@ -26,6 +26,7 @@ def arguments() -> argparse.Namespace:
     choice = verb.add_mutually_exclusive_group()
     choice.add_argument("--discard-edits", action="store_true", help="drop edits not yet exported")
     choice.add_argument("--into", metavar="TREE", type=Path, help="an unpacked wheel; offline")
+    choice.add_argument("--beside", metavar="VERSION", help="build/tree-VERSION of another version")
     verbs.add_parser("export", help="write the edits made in build/tree to patches/seams")
     verbs.add_parser("check", help="are the patches small, is all else upstream's?")
     verb = verbs.add_parser("rebase", help="merge the seams into another upstream version")
@@ -52,7 +53,20 @@ def diffstat() -> str:
     ]
     seams = git(tree, "diff", "--stat=100", "upstream", "seams")
     layers = "\n".join(f"{layer:8} {text}" for layer, text in rows)
-    return f"{seams}{layers}\n\n{areas.table(ROOT)}"
+    others = "".join(
+        f"{pin.upstream_version:8} {beside.difference(pin, ROOT)} lines for it alone, of at most "
+        f"{beside.MAX_LINES}\n"
+        for pin in other_pins(ROOT)
+    )
+    return f"{seams}{layers}\n{others}\n{areas.table(ROOT)}"
+
+
+def pin_beside(version: str) -> Pin:
+    """Return the pin of a version beside the pinned one; raises BuildError if there is none."""
+    pins = {pin.upstream_version: pin for pin in other_pins(ROOT)}
+    if version not in pins:
+        raise BuildError(f"upstream.toml knows {', '.join(pins) or 'none'} beside; not {version}")
+    return pins[version]
 
 
 def run(options: argparse.Namespace) -> str:
@@ -64,6 +78,8 @@ def run(options: argparse.Namespace) -> str:
     match options.verb:
         case "assemble" if options.into:
             return listing(assemble_into(options.into.resolve()), "nothing to do")
+        case "assemble" if options.beside:
+            return str(assemble(pin_beside(options.beside)))
         case "assemble":
             return str(assemble(load_pin(), discard_edits=options.discard_edits))
         case "export":

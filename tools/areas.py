@@ -386,10 +386,14 @@ def misplaced(root: Path) -> list[str]:
 
 
 def is_patch(name: str) -> bool:
-    """Tell whether `name` is what the build reads; `series` itself says which seams are listed."""
+    """Tell whether `name` is what the build reads; `series` itself says which seams are listed.
+
+    A `.diff` is of a version beside the pinned one (tools/beside.py).
+    """
     path = PurePosixPath(name)
     return name in ("patches/__init__.py", "patches/seams/series") or (
-        (str(path.parent), path.suffix) in (("patches/seams", ".patch"), ("patches/taps", ".py"))
+        (str(path.parent), path.suffix)
+        in (("patches/seams", ".patch"), ("patches/seams", ".diff"), ("patches/taps", ".py"))
     )
 
 

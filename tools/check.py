@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools import areas, native, wheels
+from tools import areas, beside, native, wheels
 from tools.assemble import edited, locked, overlay_files
 from tools.export import changed
-from tools.pins import ROOT, Pin, load_pin
+from tools.pins import ROOT, Pin, load_pin, other_pins
 from vllm_pilot import state, udiff
 
 MAX_HUNK = 6
@@ -82,6 +82,12 @@ def check(root: Path = ROOT, pin: Pin | None = None) -> list[str]:
     """All that is wrong; empty when nothing is."""
     pin = pin or load_pin(root)
     wrong = [line for p in udiff.series(root / "patches" / "seams") for line in check_patch(p)]
+    wrong += [
+        f"{other.upstream_version} has {lines} lines for it alone, at most {beside.MAX_LINES}; "
+        f"drop that version, or move the pinned one to it"
+        for other in other_pins(root)
+        if (lines := beside.difference(other, root)) > beside.MAX_LINES
+    ]
     wrong += areas.misplaced(root) + areas.over_budget(root)
     if (root / "vllm" / "__init__.py").exists():
         wrong.append("vllm/__init__.py: it would hide the built package; delete it")

@@ -3,7 +3,8 @@
 
 It is for a host without network or git (a GPU host) that has the clone: it needs the standard
 library and libcst only, and does to TREE what `vllm-pilot apply` does, with the files of the clone
-as they are. Run it again after any change.
+as they are. Run it again after any change. For a version beside the pinned one it needs
+build/seams-VERSION.patch too, which `assemble --beside VERSION` makes elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from tools import pilot_wheel, wheels
 from tools.assemble import layers
-from tools.pins import ROOT, TARGETS, BuildError, Pin, load_pin
+from tools.pins import ROOT, TARGETS, BuildError, Pin, load_pin, other_pins
 from vllm_pilot import change, installed, state
 
 
@@ -21,10 +22,10 @@ def pin_of(tree: Path, root: Path) -> Pin:
     """Return the pin of the wheel that was unpacked in `tree`; BuildError where it is none."""
     if not (tree / "vllm").is_dir():
         raise BuildError(f"{tree} has no vllm/; unpack the pinned wheel there first")
-    pins = [load_pin(root, target) for target in TARGETS]
-    names = [pin.project for pin in pins]
-    found = installed.find(pins[0].upstream_version, names, tree)
-    return pins[names.index(found.name)]
+    pins = [*(load_pin(root, target) for target in TARGETS), *other_pins(root)]
+    known = {(pin.project, pin.upstream_version): pin for pin in pins}
+    found = installed.find(known, tree)
+    return known[found.name, found.public]
 
 
 def stage_upstream(tree: Path, stage: Path, record: dict[str, str]) -> None:
@@ -51,7 +52,7 @@ def assemble_into(tree: Path, root: Path = ROOT) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         stage = Path(folder)
         stage_upstream(tree, stage, record)
-        layers(stage, root, lambda layer: None)
+        layers(stage, root, pin, lambda layer: None)
         # As pip would: the entry points, and the version of our files.
         pilot_wheel.write_dist_info(stage, pin, root)
         files: dict[str, tuple[str | None, bytes]] = {}

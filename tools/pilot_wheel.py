@@ -2,8 +2,9 @@
 """Builds the wheel `vllm-pilot`: pure Python, for a pinned vLLM that pip installed.
 
 It holds `vllm_pilot/` and a payload: our files, and the lines that the seams and the codemod change
-in upstream's, as build/tree has them. The patch is for both wheels of upstream.toml: the files that
-it changes are the same bytes in both, and `vllm-pilot apply` checks that.
+in upstream's, as build/tree has them, and build/tree-VERSION for each version beside the pinned
+one. The pinned version's patch is for both wheels of upstream.toml: the files that it changes are the
+same bytes in both, and `vllm-pilot apply` checks that.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tools import wheels
+from tools import beside, wheels
 from tools.assemble import assemble, git, overlay_files
 from tools.backend import pack
 from tools.export import DIFF
-from tools.pins import ROOT, TARGETS, BuildError, Pin, load_pin, read_toml
+from tools.pins import ROOT, TARGETS, BuildError, Pin, load_pin, other_pins, read_toml
 from vllm_pilot import udiff
 from vllm_pilot.state import digest
 
@@ -34,27 +35,27 @@ def write_payload(target: Path, pin: Pin, root: Path) -> None:
     """Write payload.zip of build/tree and the repository; vllm_pilot/payload.py says what is in it.
 
     Raises:
-        BuildError: the patch does not give the tree's files.
+        BuildError: a patch does not give its tree's files.
     """
-    tree, upstream = assemble(pin, root), wheels.upstream_folder(pin, root / "build")
-    members = {"upstream.patch": git(tree, *DIFF, "upstream", "taps").encode()}
-    members |= {f"added/{name}": (root / name).read_bytes() for name in overlay_files(root)}
+    names = overlay_files(root)
+    members = {f"added/{name}": (root / name).read_bytes() for name in names}
     for path in sorted((root / "demo").glob("*.py")):
         members[f"demo/{path.name}"] = path.read_bytes()
-    with tempfile.TemporaryDirectory() as folder:
-        patch = Path(folder) / "upstream.patch"
-        patch.write_bytes(members["upstream.patch"])
-        changed = {}
-        for diff in udiff.parse(patch).diffs:
-            old = (upstream / diff.path).read_bytes()
-            changed[diff.path] = (digest(old), digest(udiff.apply(patch, diff, old)))
-    manifest = {
-        "version": pin.pilot_version,
-        "upstream": pin.upstream_version,
-        "distributions": [load_pin(root, name).project for name in reversed(TARGETS)],
-        "changed": changed,
-        "added": {name: digest((root / name).read_bytes()) for name in overlay_files(root)},
-    }
+    upstreams = {}
+    for one in (pin, *other_pins(root)):
+        version = one.upstream_version
+        patch, changed = changes(one, root)
+        members[f"{version}.patch"] = patch
+        for name in beside.replaced(names, root, one):
+            members[f"{version}/{name}"] = beside.ours(name, root, one)
+        targets = (one.target,) if one.differs else reversed(TARGETS)
+        upstreams[version] = {
+            "distributions": [load_pin(root, name).project for name in targets],
+            "untested": one.differs.untested if one.differs else "",
+            "changed": changed,
+            "added": {name: digest(beside.ours(name, root, one)) for name in names},
+        }
+    manifest = {"version": pin.pilot_version, "upstreams": upstreams}
     members["manifest.json"] = json.dumps(manifest, indent=1).encode()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name, data in members.items():
@@ -62,13 +63,28 @@ def write_payload(target: Path, pin: Pin, root: Path) -> None:
             archive.writestr(entry, data, zipfile.ZIP_DEFLATED, compresslevel=9)
 
 
+def changes(pin: Pin, root: Path) -> tuple[bytes, dict[str, tuple[str, str]]]:
+    """Return the patch of upstream's files, and the hashes of each before and after."""
+    tree, upstream = assemble(pin, root), wheels.upstream_folder(pin, root / "build")
+    text = git(tree, *DIFF, "upstream", "taps").encode()
+    with tempfile.TemporaryDirectory() as folder:
+        patch = Path(folder) / "upstream.patch"
+        patch.write_bytes(text)
+        changed = {}
+        for diff in udiff.parse(patch).diffs:
+            old = (upstream / diff.path).read_bytes()
+            changed[diff.path] = (digest(old), digest(udiff.apply(patch, diff, old)))
+    return text, changed
+
+
 def metadata(pin: Pin, root: Path) -> str:
     """Return METADATA; the requirements are those that upstream.toml adds to upstream's."""
+    versions = " or ".join(one.upstream_version for one in (pin, *other_pins(root)))
     lines = [
         "Metadata-Version: 2.4",
         "Name: vllm-pilot",
         f"Version: {pin.pilot_version}",
-        f"Summary: Activation steering and capture in an installed vLLM {pin.upstream_version}",
+        f"Summary: Activation steering and capture in an installed vLLM {versions}",
         "License-Expression: Apache-2.0",
         f"Requires-Python: >={read_toml(root)['supported']['python']}",
         "Description-Content-Type: text/markdown",

@@ -13,8 +13,15 @@ from typing import Any
 from vllm_pilot import BuildError
 
 __all__ = [
-    "ROOT", "TARGETS", "BuildError", "Pin", "beside", "default_target", "load_pin", "read_toml",
-]  # fmt: skip
+    "ROOT",
+    "TARGETS",
+    "BuildError",
+    "Pin",
+    "default_target",
+    "load_pin",
+    "other_pins",
+    "read_toml",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = ("cpu", "cuda")
@@ -122,7 +129,7 @@ def load_pin(root: Path = ROOT, target: str | None = None) -> Pin:
         raise BuildError(f"{root / 'upstream.toml'} has no {error} for {target}; add it") from None
 
 
-def beside(root: Path = ROOT) -> list[Pin]:
+def other_pins(root: Path = ROOT) -> list[Pin]:
     """Return the pins of the versions that are patched beside the pinned one, oldest first.
 
     They are of CUDA wheels. Raises BuildError where upstream.toml lacks something.

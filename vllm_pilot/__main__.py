@@ -22,7 +22,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--site", type=Path, help="a folder that holds vllm/; default: where Python finds vLLM"
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("apply", help="patch the installed vLLM and add our files, all or nothing")
+    verb = verbs.add_parser(
+        "apply", help="patch the installed vLLM and add our files, all or nothing"
+    )
+    verb.add_argument("--untested", action="store_true", help="on a version that we did not run")
     verb = verbs.add_parser("remove", help="give the installed vLLM its own bytes back")
     verb.add_argument("--discard", action="store_true", help="give up files edited since")
     verb = verbs.add_parser("status", help="is it applied and intact? exit status 0 if so, else 1")
@@ -37,15 +40,25 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def apply(site: Path | None) -> str:
-    """Apply our files, and return what to print."""
+def apply(site: Path | None, untested: bool) -> str:
+    """Apply our files, and return what to print.
+
+    Raises:
+        BuildError: nothing was changed; or it is a version that nobody ran, and not `untested`.
+    """
     manifest = payload.read_manifest()
-    one = installed.find(manifest.upstream, manifest.distributions, site)
+    one = installed.find(manifest.known, site)
+    upstream = manifest.upstreams[one.public]
+    if upstream.untested and not untested:
+        raise BuildError(
+            f"{one.name} {one.public} is patched only on demand, as {upstream.untested}: run "
+            f"`vllm-pilot apply --untested`, and `vllm steering check MODEL` after it"
+        )
     changed = change.apply(one.site, payload.wanted(one))
     done = "is applied" if changed else "was applied already"
     return (
         f"vllm-pilot {manifest.version} {done} to {one.name} {one.version} in {one.site}: "
-        f"{len(manifest.changed)} files patched, {len(manifest.added)} added"
+        f"{len(upstream.changed)} files patched, {len(upstream.added)} added"
     )
 
 
@@ -68,7 +81,7 @@ def status(site: Path | None, files: bool) -> tuple[str, bool]:
     place = installed.recorded_site(site)
     found = state.read(place) if place else None
     if place is None or found is None:
-        one = installed.find(manifest.upstream, manifest.distributions, site)
+        one = installed.find(manifest.known, site)
         text = f"{one.name} {one.version} in {one.site}: vllm-pilot {manifest.version} is "
         return f"{text}{NOT_APPLIED}; run `vllm-pilot apply`", False
     patched = [name for name, entry in found.files.items() if entry.before]
@@ -76,6 +89,8 @@ def status(site: Path | None, files: bool) -> tuple[str, bool]:
         f"{found.distribution} {found.upstream} in {place}: vllm-pilot {found.version}, "
         f"{len(patched)} files patched, {len(found.files) - len(patched)} added"
     ]
+    if (known := manifest.upstreams.get(found.upstream)) and known.untested:
+        lines.append(f"untested: {known.untested}")
     if files:
         lines += [f"  {'M' if entry.before else 'A'} {name}" for name, entry in found.files.items()]
     wrong = []
@@ -111,7 +126,7 @@ def main(given: list[str] | None = None) -> int:
     try:
         match options.verb:
             case "apply":
-                print(apply(site))
+                print(apply(site, options.untested))
             case "remove":
                 print(remove(site, options.discard))
             case "status":

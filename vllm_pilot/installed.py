@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -44,12 +44,11 @@ def find_all(site: Path | None = None) -> list[Installed]:
     return list(found.values())
 
 
-def find(upstream: str, distributions: Sequence[str], site: Path | None = None) -> Installed:
+def find(known: Collection[tuple[str, str]], site: Path | None = None) -> Installed:
     """Return the vLLM to work on.
 
     Args:
-        upstream: the version that our files are for.
-        distributions: the names that it may have.
+        known: the names and versions that our files are for.
         site: a folder of packages, by default where this Python imports vLLM from.
 
     Raises:
@@ -57,22 +56,22 @@ def find(upstream: str, distributions: Sequence[str], site: Path | None = None) 
             already.
     """
     found = find_all(site)
-    known = " or ".join(f"{name}=={upstream}" for name in distributions)
+    names = " or ".join(f"{name}=={version}" for name, version in known)
     where = site or f"the environment of {sys.executable}"
     if not found:
-        raise BuildError(f"vLLM is not installed in {where}: pip install {known}")
+        raise BuildError(f"vLLM is not installed in {where}: pip install {names}")
     if len(found) > 1:
-        names = ", ".join(f"{one.name} {one.version} in {one.site}" for one in found)
-        raise BuildError(f"vLLM is there {len(found)} times ({names}); uninstall all but one")
+        all_of = ", ".join(f"{one.name} {one.version} in {one.site}" for one in found)
+        raise BuildError(f"vLLM is there {len(found)} times ({all_of}); uninstall all but one")
     (one,) = found
     if "pilot" in one.version:
         raise BuildError(
             f"{one.name} {one.version} in {one.site} was built with our files; there is nothing to "
             f"apply"
         )
-    if one.public != upstream or one.name not in distributions:
+    if (one.name, one.public) not in known:
         raise BuildError(
-            f"{one.name} {one.version} is installed in {one.site}; vllm-pilot knows {known}: "
+            f"{one.name} {one.version} is installed in {one.site}; vllm-pilot knows {names}: "
             f"install that version, or the vllm-pilot that knows yours"
         )
     if site is None:

@@ -2,11 +2,12 @@
 """Reads payload.zip, which the wheel carries: what our files are, without those of upstream.
 
     manifest.json     the versions, and each file's hashes before and after
-    upstream.patch    the lines that change in upstream's files: the seams, and the proved taps
+    VERSION.patch     the lines that change in that vLLM's files: the seams, and the proved taps
     added/vllm/...    our own files
+    VERSION/vllm/...  those of them that are others for that version
     demo/...          the program of `vllm-pilot demo`
 
-The lines in the patch were made by the codemod in `patches/taps` on the pinned wheel, so that an
+The lines in a patch were made by the codemod in `patches/taps` on that version's wheel, so that an
 installation needs neither it, nor its parser, nor git.
 """
 
@@ -28,19 +29,34 @@ PAYLOAD = Path(__file__).with_name("payload.zip")
 
 
 @dataclass(frozen=True)
+class Upstream:
+    """A version of vLLM in a payload."""
+
+    distributions: tuple[str, ...]
+    """The names under which that version is installed."""
+    untested: str
+    """Things that nobody ran on it, "" if all was."""
+    changed: Mapping[str, tuple[str, str]]
+    """Hashes of upstream's files before and after."""
+    added: Mapping[str, str]
+    """Hashes of our own files."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The versions and hashes in a payload."""
 
     version: str
     """The version of our files."""
-    upstream: str
-    """The version of vLLM that they are for."""
-    distributions: tuple[str, ...]
-    """The names under which that version is installed."""
-    changed: Mapping[str, tuple[str, str]]
-    """Hashes of upstream's files before and after."""
-    added: Mapping[str, str]
-    """Hashes of our own files."""
+    upstreams: Mapping[str, Upstream]
+    """The versions of vLLM that they are for."""
+
+    @property
+    def known(self) -> tuple[tuple[str, str], ...]:
+        """The names and versions of what may be patched."""
+        return tuple(
+            (name, version) for version, one in self.upstreams.items() for name in one.distributions
+        )
 
 
 def read_manifest() -> Manifest:
@@ -51,10 +67,15 @@ def read_manifest() -> Manifest:
         data = json.loads(archive.read("manifest.json"))
     return Manifest(
         data["version"],
-        data["upstream"],
-        tuple(data["distributions"]),
-        {name: (before, after) for name, (before, after) in data["changed"].items()},
-        data["added"],
+        {
+            version: Upstream(
+                tuple(one["distributions"]),
+                one["untested"],
+                {name: (before, after) for name, (before, after) in one["changed"].items()},
+                one["added"],
+            )
+            for version, one in data["upstreams"].items()
+        },
     )
 
 
@@ -64,23 +85,27 @@ def wanted(installed: Installed) -> Wanted:
     Raises:
         BuildError: a file of upstream's is not that of the pinned wheel, or the payload is damaged.
     """
-    manifest = read_manifest()
+    manifest, version = read_manifest(), installed.public
+    upstream = manifest.upstreams[version]
     files: dict[str, tuple[str | None, bytes]] = {}
     with zipfile.ZipFile(PAYLOAD) as archive, tempfile.TemporaryDirectory() as folder:
-        patch = udiff.parse(Path(archive.extract("upstream.patch", folder)))
+        patch = udiff.parse(Path(archive.extract(f"{version}.patch", folder)))
         for diff in patch.diffs:
-            before, after = manifest.changed[diff.path]
+            before, after = upstream.changed[diff.path]
             old = upstream_bytes(installed.site, diff.path)
             if old is None or digest(old) != before:
                 raise BuildError(
-                    f"{diff.path} in {installed.site} is not that of {installed.name} "
-                    f"{manifest.upstream}; reinstall it: pip install --force-reinstall --no-deps "
-                    f"{installed.name}=={manifest.upstream}; nothing was changed"
+                    f"{diff.path} in {installed.site} is not that of {installed.name} {version}; "
+                    f"reinstall it: pip install --force-reinstall --no-deps "
+                    f"{installed.name}=={version}; nothing was changed"
                 )
             files[diff.path] = (before, checked(diff.path, udiff.apply(PAYLOAD, diff, old), after))
-        for name, after in manifest.added.items():
-            files[name] = (None, checked(name, archive.read(f"added/{name}"), after))
-    return Wanted(manifest.version, installed.name, manifest.upstream, files)
+        others = {name for name in archive.namelist() if name.startswith(f"{version}/")}
+        for name, after in upstream.added.items():
+            own = f"{version}/{name}"
+            data = archive.read(own if own in others else f"added/{name}")
+            files[name] = (None, checked(name, data, after))
+    return Wanted(manifest.version, installed.name, version, files)
 
 
 def checked(name: str, data: bytes, expected: str) -> bytes:
