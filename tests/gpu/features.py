@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -72,6 +73,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
+    # A fork of a process whose threads have computed hangs where the engine computes on the CPU.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.pilot import Autoencoder

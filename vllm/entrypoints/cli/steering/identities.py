@@ -109,7 +109,8 @@ def head(probe: Probe, plain: list[Completion]) -> list[Finding]:
         size = probe.rounding * float(answer.log_probs.abs().max())
         noise = max(noise, size, float((moved - found).abs().max()))
     note = f"noise {noise:.1e}; from the last block's input: {other:.1e}"
-    return [Finding.at_most(name, worst, min(ROUNDINGS * noise, other / 4), note)]
+    # A log-probability is a logit less the logarithm of a sum: both are rounded, on two roads.
+    return [Finding.at_most(name, worst, min(4 * ROUNDINGS * noise, other / 4), note)]
 
 
 def nothing_added(probe: Probe, plain: list[Completion]) -> list[Finding]:
