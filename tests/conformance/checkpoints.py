@@ -43,8 +43,8 @@ layers of 512, bfloat16, on one H200, compiled and in graphs; eager is within 0.
 bfloat16 decides moves a row further; the limit is twice what transformers in bfloat16 differs from
 itself in float32. The last column is the least that rows differ from those of the weights before
 rounding, or, for W8A8, from the token before. `python -m tests.gpu.quantised` measures all,
-`tests/real/test_quantised.py` those marked CPU, on upstream's CPU build. bitsandbytes and the
-kernels of Blackwell are not measured.
+`tests/real/test_quantised.py` those marked CPU, on upstream's CPU build. The
+kernels of Blackwell are not measured; vLLM 0.32.0 has no bitsandbytes.
 
 | format | stored as | CPU | read | written | limit | twin |
 |---|---|---|---|---|---|---|
