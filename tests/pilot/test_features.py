@@ -117,30 +117,49 @@ def test_the_engine_writes_features_as_the_file_has_them(tmp_path: Path, subtrac
     assert worst(apart, want, x) > 0.01, "one after the other would be as good"
 
 
-def test_what_saelens_says_of_its_own_files(tmp_path: Path) -> None:
-    """`tests/support/saelens_oracle.py` ran SAELens as shipped: four architectures, with and
-    without `b_dec` subtracted."""
-    stored = load_file(Path(__file__).with_name("saelens.safetensors"))
-    with safe_open(Path(__file__).with_name("saelens.safetensors"), "pt") as file:
+ORACLES = Path(__file__).with_name("autoencoders.safetensors")
+
+
+def as_saved(folder: Path, tool: str, tensors: dict[str, torch.Tensor], config: str) -> Path:
+    """A folder as a tool leaves it."""
+    folder.mkdir()
+    if tool == "dictionary_learning":
+        (folder / "config.json").write_text(config)
+        torch.save(tensors, folder / "ae.pt")
+        return folder
+    (folder / "cfg.json").write_text(config)
+    name = "sae.safetensors" if tool == "sparsify" else "sae_weights.safetensors"
+    save_file(tensors, folder / name)
+    return folder
+
+
+def test_what_the_tools_say_of_their_own_files(tmp_path: Path) -> None:
+    """`tests/support/autoencoder_oracles.py` ran SAELens, sparsify and dictionary_learning as
+    shipped. Twice the decoder's bias changes activations where a tool subtracts it."""
+    stored = load_file(ORACLES)
+    with safe_open(ORACLES, "pt") as file:
         configs = file.metadata()
-    assert len(configs) == 8
+    assert len(configs) == 12
     for case, config in configs.items():
+        tool = case.partition("-")[0]
         tensors = {
             name.partition("/")[2]: tensor
             for name, tensor in stored.items()
             if name.startswith(f"{case}/")
         }
-        folder = saelens(tmp_path / case, tensors, **json.loads(config))
         rows, want, decoded = (stored[f"{case}.{n}"] for n in ("rows", "activations", "decoded"))
-        sae = Autoencoder.load(folder)
+        sae = Autoencoder.load(as_saved(tmp_path / case, tool, tensors, config))
         got = sae.encode(rows)
         assert float((got - want).abs().max()) < TOLERANCE, case
         assert float((sae.decode(got) - decoded).abs().max()) < TOLERANCE, case
         assert 0.1 < float((want > 0).float().mean()) < 0.7, "too few or too many to say"
-        turned = json.loads(config)
-        turned["apply_b_dec_to_input"] = not turned["apply_b_dec_to_input"]
-        other = Autoencoder.load(saelens(tmp_path / f"{case}-other", tensors, **turned))
-        assert float((other.encode(rows) - want).abs().max()) > 0.1, case
+        bias = "bias" if "bias" in tensors else "b_dec"
+        moved = {**tensors, bias: 2 * tensors[bias]}
+        other = Autoencoder.load(as_saved(tmp_path / f"{case}-other", tool, moved, config))
+        adds_after = case.endswith("-False") or case.endswith("JumpReluAutoEncoder")
+        off = float((other.encode(rows) - want).abs().max())
+        assert off < TOLERANCE if adds_after else off > 0.1, case
+        assert float((other.decode(got) - decoded).abs().max()) > 0.1, case
 
 
 def largest(activations: torch.Tensor, k: int) -> torch.Tensor:
@@ -221,6 +240,24 @@ def test_what_is_not_read_is_refused_by_file_and_tensor(tmp_path: Path) -> None:
     for name in ("empty", "broken.npz", "pickle.npz", "nowhere.npz"):
         with pytest.raises(ValueError, match="cannot be read as an autoencoder"):
             Autoencoder.load(tmp_path / name)
+
+
+def test_direct_effects(tmp_path: Path) -> None:
+    """All effects together are what the decoder adds along the direction."""
+    sae = Autoencoder.load(saelens(tmp_path / "sae", made()))
+    x, direction = rows(), torch.randn(HIDDEN, generator=torch.Generator().manual_seed(4))
+    ids, effects = sae.effects(x, direction, FEATURES)
+    want = (sae.decode(sae.encode(x)) - sae.decoder_bias) @ direction
+    assert float((effects.sum(1) - want).abs().max()) < 1e-4
+    assert float((effects.sum(1) - (x @ direction)).abs().max()) > 0.1
+    assert (effects.abs().diff(dim=1) <= 0).all()
+    one = float(sae.encode(x)[2, ids[2, 0]] * (sae.decoder[ids[2, 0]] @ direction))
+    assert abs(float(effects[2, 0]) - one) < TOLERANCE
+    of_rows = direction * torch.arange(1, len(x) + 1)[:, None]
+    _, scaled = sae.effects(x, of_rows, 3)
+    assert float((scaled[2] - 3 * effects[2, :3]).abs().max()) < 1e-4
+    with pytest.raises(ValueError, match="the direction is 23 wide"):
+        sae.effects(x, direction[1:], 1)
 
 
 def test_wrong_features_and_rows(tmp_path: Path) -> None:

@@ -109,6 +109,36 @@ class Autoencoder:
         found = self.encode(rows).topk(count)
         return found.indices, found.values
 
+    def effects(
+        self, rows: torch.Tensor, direction: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the features that move the rows most along a direction: the direct effect of a
+        feature is its activation times the product of its decoder's row with the direction.
+
+        With the last block's rows, and `lm_head.weight[token] * norm.weight / rms(row)` as each
+        row's direction, this is the direct effect on the token's logit, the final norm held fixed
+        (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits").
+
+        Args:
+            rows: [..., hidden], of any dtype.
+            direction: [hidden], or one for each row, [..., hidden].
+            count: number of features.
+
+        Returns:
+            ids, int64, and effects, float32, both [..., count], the largest in size first.
+
+        Raises:
+            ValueError: rows or direction are of another width.
+        """
+        if direction.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"the direction is {direction.shape[-1]} wide, {self.source} writes rows of "
+                f"{self.hidden_size}"
+            )
+        effects = self.encode(rows) * (direction.float() @ self.decoder.float().T)
+        found = effects.abs().topk(count).indices
+        return found, effects.gather(-1, found)
+
     def feature(self, number: int) -> dict[str, Any]:
         """Return what the operation `feature` needs to know of a feature.
 
