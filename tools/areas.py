@@ -234,7 +234,7 @@ AREAS = (
     ),
     Area(
         "features",  # autoencoders, read, written and named; house-2 knows nothing of them
-        budget=575,
+        budget=420,
         planned=0,
         places=(
             "vllm/v1/capture/features.py",
