@@ -22,6 +22,7 @@ from tests.support.serving import Ask, Judge, prompt_of, serve, vector
 from vllm import LLM, RequestOutput
 from vllm.pilot import Autoencoder
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.features.autoencoder import opened
 from vllm.v1.interventions.worker.making import features as maker
 
 if TYPE_CHECKING:
@@ -161,6 +162,15 @@ def test_features_are_what_the_file_says_of_transformers_rows(pair: tuple[LLM, J
     assert few.positions.tolist() == [0, 8] and few.at(8).top_ids.shape == (1, 7)
     with pytest.raises(ValueError, match="'ids' was not asked for"):
         _ = top.values if not top.asked else branch.values
+
+
+def test_files_are_open_before_the_first_request(pair: tuple[LLM, Judge]) -> None:
+    """Which is planned on the event loop of a server, where all others wait."""
+    llm, _ = pair
+    paths = [f.path for f in llm.llm_engine.vllm_config.steering_config.feature_files.values()]
+    misses = opened.cache_info().misses
+    assert len(paths) == 3 and all(opened(path).num_features == FEATURES for path in paths)
+    assert opened.cache_info().misses == misses
 
 
 def test_an_operation_names_what_a_file_has(

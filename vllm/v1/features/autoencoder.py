@@ -12,7 +12,7 @@ et al. 2024, arXiv:2406.04093). The engine computes the same: docs/features.md.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -177,7 +177,7 @@ class Autoencoder:
         return site | self.feature(feature) | fields
 
 
-@lru_cache(maxsize=32)
+@cache
 def opened(path: str) -> Autoencoder:
     """Return the autoencoder of a file that an option names; its matrices stay in the file."""
     return Autoencoder.load(path)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm.v1.features.autoencoder import opened
 from vllm.v1.interventions.frontend.request.memo import CaptureMemo, VectorMemo
 from vllm.v1.interventions.given_rules import GivenRule
 from vllm.v1.interventions.global_state import Change, Globals, startup_state
@@ -26,6 +27,9 @@ class ModuleCatalog:
         self.vectors = VectorMemo()
         """Memo of the vectors that requests brought along, in place of a module's name."""
         self.captures = CaptureMemo()
+        # At the start, as it takes seconds a gigabyte: requests are planned beside others.
+        for file in config.steering_config.feature_files.values():
+            opened(file.path)
         self._config = config
         self._state: Globals | None = None
         """State of which plans are made. A change puts another in its place: threads read it."""

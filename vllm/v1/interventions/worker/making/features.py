@@ -12,12 +12,15 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.features.autoencoder import Autoencoder
 from vllm.v1.interventions.capture_groups import LocalStream
 from vllm.v1.interventions.makings import Features
 from vllm.v1.interventions.step_rows import Block
 from vllm.v1.interventions.worker.making.maker import Captured, Maker, Material
+
+logger = init_logger(__name__)
 
 ACTIVATION_BYTES = 64 << 20
 """Device memory that activations may take as float32, at a time."""
@@ -33,6 +36,13 @@ def on_device(autoencoder: Autoencoder, device: torch.device, dtype: torch.dtype
             CPU multiplies in float32.
     """
     dtype = dtype if device.type == "cuda" else torch.float32
+    size = 2 * autoencoder.encoder.numel() * dtype.itemsize
+    logger.info(
+        "%d features of %s take %.2f GiB of the device",
+        autoencoder.num_features,
+        autoencoder.source,
+        size / 2**30,
+    )
     return replace(
         autoencoder,
         encoder=autoencoder.encoder.to(device, dtype),
