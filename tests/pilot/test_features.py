@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.support.autoencoders import made_up
 from tests.support.terms import LAYER, LENGTH, POINT, Site, worst
 from vllm.model_executor.layers.steering_terms import steer_rows_torch
 from vllm.pilot import Autoencoder
@@ -25,18 +26,7 @@ TOLERANCE = 1e-5
 
 
 def made(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    return {
-        "W_enc": normal(HIDDEN, FEATURES) / HIDDEN**0.5,
-        "W_dec": normal(FEATURES, HIDDEN) / HIDDEN**0.5,
-        "b_enc": normal(FEATURES) / 4,
-        "b_dec": normal(HIDDEN),
-        "threshold": normal(FEATURES).abs() / 2,
-    }
+    return made_up(seed, HIDDEN, FEATURES)
 
 
 def rows(count: int = LENGTH) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tests.conformance.models import HIDDEN
 FEATURES = 160
 
 
-def made_up(seed: int) -> dict[str, torch.Tensor]:
+def made_up(seed: int, hidden: int = HIDDEN, features: int = FEATURES) -> dict[str, torch.Tensor]:
     """Tensors by SAELens's names, with thresholds."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -23,11 +23,11 @@ def made_up(seed: int) -> dict[str, torch.Tensor]:
         return torch.randn(*shape, generator=generator)
 
     return {
-        "W_enc": normal(HIDDEN, FEATURES) / HIDDEN**0.5,
-        "W_dec": normal(FEATURES, HIDDEN) / HIDDEN**0.5,
-        "b_enc": normal(FEATURES) / 4,
-        "b_dec": normal(HIDDEN),
-        "threshold": normal(FEATURES).abs() / 2,
+        "W_enc": normal(hidden, features) / hidden**0.5,
+        "W_dec": normal(features, hidden) / hidden**0.5,
+        "b_enc": normal(features) / 4,
+        "b_dec": normal(hidden),
+        "threshold": normal(features).abs() / 2,
     }
 
 
