@@ -69,7 +69,8 @@ def test_programs(server: Server) -> None:
     by_openai, by_ours = blocks("docs/http.md", "python")
     steered = run([sys.executable, "-"], by_openai, server)
     plain = run([sys.executable, "-"], by_openai.replace('"scale": 0.5', '"scale": 0.0'), server)
-    assert steered.startswith("ok ") and plain.startswith("ok ") and steered != plain
+    assert steered.startswith("ok ") and plain.startswith("ok ")
+    assert steered != plain, steered
     printed = run([sys.executable, "-"], by_ours, server)
     said = dict(line.split(" ", 1) for line in printed.splitlines() if " " in line)
     assert said.keys() >= {"plain", "steered", "chat", "version"}
