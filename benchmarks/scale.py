@@ -145,7 +145,7 @@ def limits_table(measured: Measured) -> str:
     head = [
         "model",
         "a host's rows",
-        f"into memory as measured ({measured.landed:.1f} GB/s an engine)",
+        f"host memory, as one GPU did it ({measured.landed:.1f} GB/s an engine)",
         f"one GPU's link ({measured.copy:.0f} GB/s an engine)",
         f"network ({NETWORK:.0f} GB/s a host, assumed)",
         f"disk as measured ({measured.disk:.1f} GB/s a host)",
