@@ -153,7 +153,9 @@ TARGETS = (
         most=False,
     ),
     Target(f"focus, as above{_ONE}: TPOT", *("attention", "focus", "TPOT", 1.10)),
-    Target("an autoencoder of 65,536 features, idle: TPOT", "tpot", "idle, features", "TPOT", 1.003),
+    Target(
+        "an autoencoder of 65,536 features, idle: TPOT", "tpot", "idle, features", "TPOT", 1.003
+    ),
     Target("a feature set in each request: TPOT", "tpot", "set a feature", "TPOT", 1.02),
     Target("32 features of each generated token: TPOT", "tpot", "32 features", "TPOT", 1.10),
     Target(
