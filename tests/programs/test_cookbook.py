@@ -19,6 +19,7 @@ from examples.cookbook import PAGE, run
 from tests.conformance.engine import shut_down
 from tests.support.real import first_layers, model_folder
 from vllm.pilot import head_sweep
+from vllm.v1.capture import stack
 
 pytestmark = pytest.mark.full
 
@@ -58,6 +59,27 @@ def test_vectors_and_files(made: dict[str, Any]) -> None:
     assert made["by_gguf"][4] != pytest.approx(float(plain), abs=1e-3)
 
 
+def stream_of(made: dict[str, Any]) -> torch.Tensor:
+    """The rows of the text that most blocks take, float32 [layers, tokens, hidden]."""
+    asked = {"inline": {"hooks": {"post_block": "all"}, "positions": "all_prompt"}}
+    params = made["SamplingParams"](max_tokens=1, capture=asked)
+    output = made["llm"].generate([made["start"]], params, use_tqdm=False)
+    return stack(output, "post_block", position=None)[0].float()
+
+
+def test_the_lens_is_transformers_norm_and_head(made: dict[str, Any]) -> None:
+    """At every layer and token; without the norm it is not."""
+    hf = AutoModelForCausalLM.from_pretrained(made["MODEL"], dtype=torch.float32)
+    stream = stream_of(made)
+    with torch.no_grad():
+        want, bare = (
+            hf.lm_head(rows).softmax(-1).max(-1) for rows in (hf.model.norm(stream), stream)
+        )
+    torch.testing.assert_close(made["best"], want.values, **CLOSE)
+    assert (made["token_ids"] == want.indices).all()
+    assert (made["best"] - bare.values).abs().max() > 0.1
+
+
 def test_the_lens_ends_in_the_models_own_word(made: dict[str, Any]) -> None:
     params = made["SamplingParams"](max_tokens=1, temperature=0)
     (output,) = made["llm"].generate([made["start"]], params, use_tqdm=False)
@@ -84,8 +106,9 @@ def test_nothing_is_left_of_what_was_ablated(made: dict[str, Any]) -> None:
 
 
 def test_scores_and_stored_rows_are_the_rows(made: dict[str, Any]) -> None:
-    read = made["stream"].shape[1]
-    want = torch.einsum("lth,lh->lt", made["stream"], made["units"])
+    stream = stream_of(made)
+    read = stream.shape[1]
+    want = torch.einsum("lth,lh->lt", stream, made["units"])
     torch.testing.assert_close(made["scores"][:, :read], want, **CLOSE)
     table, middle = made["table"], made["middle"]
     by_id = dict(zip(map(int, table.ids), table.values.float(), strict=True))
@@ -204,6 +227,11 @@ def test_attention_is_drawn(made: dict[str, Any], tmp_path: Path) -> None:
     assert list(image.get_clim()) == pytest.approx([0.0, largest])
     assert [label.get_text() for label in axes.get_xticklabels()] == tokens
     assert [label.get_text() for label in axes.get_yticklabels()] == tokens
+    looked.draw(axes, 1)
+    assert [label.get_text() for label in axes.get_xticklabels()] == [*map(str, looked.positions)]
+    looked.draw(axes, 1, decode=made["tokenizer"].decode)
+    words = [repr(made["tokenizer"].decode(token))[1:-1] for token in looked.token_ids.tolist()]
+    assert [label.get_text() for label in axes.get_xticklabels()] == words
     plt.close(figure)
     with pytest.raises(ValueError, match="axes have room for one head, not for 9"):
         looked.draw(axes)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention weights as a user gets them back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,6 +70,7 @@ class AttentionRows(MadeRows[Attention]):
         head: int | None = None,
         tokens: Sequence[str] | None = None,
         title: str = "",
+        decode: Callable[[int], str] | None = None,
     ) -> None:
         """Draw weights, queries x keys: of one head, or of each head in a grid. Each is scaled to
         its largest weight.
@@ -78,6 +79,7 @@ class AttentionRows(MadeRows[Attention]):
             target: a file, PNG or SVG by its suffix; or axes of matplotlib, for one head.
             head: its number, as in `heads`; all if None.
             tokens: texts of the tokens, by position; without them positions are shown.
+            decode: the text of a token, such as `tokenizer.decode`: names those that are queries.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -88,7 +90,11 @@ class AttentionRows(MadeRows[Attention]):
         if head is not None and head not in self.heads:
             raise ValueError(f"head: {head} was not captured, these were: {list(self.heads)}")
         names = [str(t) for t in range(int(self.positions.max()) + 1)]
-        for t, text in enumerate((tokens or ())[: len(names)]):
+        texts = dict(enumerate((tokens or ())[: len(names)]))
+        if decode is not None:
+            read = zip(self.positions.tolist(), self.token_ids.tolist(), strict=True)
+            texts = {t: decode(token) for t, token in read if token >= 0} | texts
+        for t, text in texts.items():
             names[t] = repr(text)[1:-1]
         rows = [names[t] for t in self.positions.tolist()]
         weights = np.full((len(rows), max(len(self.heads), 1), len(names)), np.nan)
