@@ -30,6 +30,7 @@ from vllm.pilot import (
     mean_centred,
     mean_difference,
     read_rows,
+    rows_of,
     sweep,
     train,
 )
@@ -178,6 +179,19 @@ def test_rows_are_read_where_asked(bench: EngineBench) -> None:
     tail, _ = read_rows(bench, pairs, [1], {"start": -3})
     assert torch.allclose(tail[0, 0], rows[-3:].mean(0), atol=1e-5)
     assert not torch.allclose(tail[0, 0], rows[-2:].mean(0), atol=1e-2)
+
+
+def test_rows_of_texts_are_those_of_pairs(bench: EngineBench) -> None:
+    """In a list of any length the same rows, and none of an empty list."""
+    texts = [f"The {word} is here" for word in ("cat", "dog", "tree")]
+    last, others = read_rows(bench, Pairs.of(texts[:2], texts[1:]), [1, 3])
+    found = rows_of(bench, texts, [1, 3])
+    torch.testing.assert_close(found, torch.cat([last, others[1:]]), atol=1e-5, rtol=1e-5)
+    assert (found[0] - found[1]).norm() > 0.1
+    assert torch.equal(rows_of(bench, texts[0], 1), rows_of(bench, texts[:1], [1]))
+    assert rows_of(bench, [], "all").shape == (0, len(bench.layers), bench.hidden)
+    with pytest.raises(ValueError, match=r"^texts\[1\]: the text has no tokens"):
+        rows_of(bench, ["a", ""])
 
 
 def test_a_background_is_read_as_the_classes_are(bench: EngineBench) -> None:

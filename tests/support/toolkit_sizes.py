@@ -42,7 +42,7 @@ from vllm.pilot.pairs import Text
 from vllm.pilot.picture import heat_map, place_map, subplots
 from vllm.pilot.reranker import rank
 from vllm.pilot.row_checks import need_finite, need_rows
-from vllm.pilot.rows import read_rows, reduce_rows
+from vllm.pilot.rows import read_rows, reduce_rows, rows_of
 from vllm.pilot.tracker import HeadScores, important_heads
 
 COUNT, HIDDEN = 40, 12
@@ -219,6 +219,9 @@ NUMBERS: dict[str, Call] = {
     "evidence.separation_evidence": evident,
     "evidence.random_directions": lambda p, n, c: random_directions(p[0], 3, 0).double() / c,
     "rows.read_rows": lambda p, n, c: torch.stack(read_rows(Given(p, n), Given(p, n).pairs)) / c,
+    "rows.rows_of": lambda p, n, c: (
+        rows_of(Given(p, n), list(map(str, range(0, 2 * len(p), 2)))) / c
+    ),
     "rows.reduce_rows": lambda p, n, c: reduce_rows(p, "norm").double() / c,
     "rows.reduce_rows, mean": lambda p, n, c: reduce_rows(p.float(), "mean").double() / c,
     "row_checks.need_rows": lambda p, n, c: need_rows(p, "positive") / c,

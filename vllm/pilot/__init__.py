@@ -48,7 +48,7 @@ from vllm.pilot.metrics import Odds, Score
 from vllm.pilot.pairs import Pairs
 from vllm.pilot.patching import PatchSweep, patch_sweep
 from vllm.pilot.report import save_trained
-from vllm.pilot.rows import read_rows
+from vllm.pilot.rows import read_rows, rows_of
 from vllm.pilot.sweeps import Sweep, sweep
 from vllm.pilot.training import Trained, train
 from vllm.v1.features.autoencoder import Autoencoder
@@ -77,6 +77,7 @@ __all__ = [
     "patch_sweep",
     "pca",
     "read_rows",
+    "rows_of",
     "save_trained",
     "sweep",
     "train",

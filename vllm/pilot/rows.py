@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from vllm.pilot.bench import Bench, LateBar, bench_of
-from vllm.pilot.pairs import Example, Pairs
+from vllm.pilot.pairs import Example, Pairs, Text
 from vllm.pilot.row_checks import need_finite
 
 if TYPE_CHECKING:
@@ -85,6 +85,37 @@ def read_rows(
     chunks = list(row_chunks(bench, pairs, chosen, read, point, "reading"))
     positive, negative = zip(*chunks, strict=True)
     return torch.cat(positive), torch.cat(negative)
+
+
+def rows_of(
+    llm: "LLM | Bench | str",
+    texts: str | Sequence[Text],
+    layers: int | Sequence[int] | Literal["all"] = "all",
+    read: Read = "last",
+    point: str = "post_block",
+) -> torch.Tensor:
+    """Read the rows of texts without an opposite, as `read_rows` reads those of pairs.
+
+    Args:
+        llm: an engine, or a server's URL.
+        texts: a list; one text is a list of one.
+        layers: one, several, or all that have the point.
+        read: see `Read`.
+
+    Returns:
+        float32 [texts, layers, hidden].
+
+    Raises:
+        ValueError: as `read_rows`; the message has a text's index.
+    """
+    need_read(read)
+    bench = bench_of(llm)
+    chosen = need_layers(bench, layers, point)
+    listed: Sequence[Text] = [texts] if isinstance(texts, str) else texts
+    examples = [Example(text, where=f"texts[{i}]") for i, text in enumerate(listed)]
+    alone = Pairs(examples, [], paired=False)
+    chunks = [rows for rows, _ in row_chunks(bench, alone, chosen, read, point, "reading")]
+    return torch.cat([torch.empty(0, len(chosen), bench.hidden), *chunks])
 
 
 def need_read(read: Read) -> None:
