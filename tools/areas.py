@@ -175,7 +175,7 @@ AREAS = (
     ),
     Area(
         "consumers",
-        budget=1205,  # results of streams that are made when they are read
+        budget=1208,  # results of streams that are made when they are read
         planned=1140,
         places=(
             "vllm/v1/capture/",
@@ -246,7 +246,7 @@ AREAS = (
     ),
     Area(
         "lenses",
-        budget=232,
+        budget=230,
         planned=180,
         places=(
             "vllm/v1/capture/lens.py",

@@ -174,7 +174,7 @@ def copy_or_link(source: str, target: str) -> None:
 
 
 INPUTS = ("patches/**/*.py", "patches/seams/*", "tools/assemble.py", "vllm_pilot/udiff.py")
-"""All that build/tree is made from but our own files."""
+"""Files that build/tree is made from, but for our own."""
 
 
 def inputs_digest(root: Path, pin: Pin) -> str:

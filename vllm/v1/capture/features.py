@@ -56,7 +56,3 @@ class FeatureRows(MadeRows[Features]):
     def error(self) -> torch.Tensor:
         """L2 norm of the row less what the decoder makes of its activations, [n]."""
         return self._field("error")[:, 0]
-
-    def __repr__(self) -> str:
-        """Say how many rows these are and what there is of them."""
-        return f"FeatureRows({len(self)} rows, positions={self.positions}, give={self.give})"

@@ -58,7 +58,3 @@ class LensRows(MadeRows[Lens]):
     def entropy(self) -> torch.Tensor:
         """The entropy in nats, [n]."""
         return self._field("entropy")[:, 0]
-
-    def __repr__(self) -> str:
-        """Say how many rows these are and what there is of them."""
-        return f"LensRows({len(self)} rows, positions={self.positions}, give={self.give})"

@@ -130,6 +130,11 @@ class MadeRows(TokenRows, Generic[M]):
         one._texts = None if self.tokens is None else [self.tokens[int(found[0])]]
         return one
 
+    def __repr__(self) -> str:
+        """Say how many rows these are and what there is of them."""
+        name = type(self).__name__
+        return f"{name}({len(self)} rows, positions={self.positions}, give={self.give})"
+
     def _rows(self) -> torch.Tensor:
         if not isinstance(self._values, torch.Tensor):
             # Of its own: others' rows of the step lie around it.

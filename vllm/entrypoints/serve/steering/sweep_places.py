@@ -132,7 +132,7 @@ class HeadPlaces(Places[HeadCell]):
 
     @property
     def along(self) -> Sequence[int]:
-        """All numbers of heads up to the greatest."""
+        """Numbers of heads, up to the greatest."""
         return range(max(max(heads) for heads in self.heads.values()) + 1)
 
     @property

@@ -60,7 +60,7 @@ class SweepPlan:
         return self.scales or [None]
 
     def cells(self) -> Iterator[AnyCell]:
-        """All cells, in the order of their places."""
+        """Cells, in the order of their places."""
         return map(self._cell, range(self.num_cells))
 
     def _cell(self, i: int) -> AnyCell:

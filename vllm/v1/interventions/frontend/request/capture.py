@@ -19,7 +19,7 @@ from vllm.v1.interventions.frontend.request.attention import (
 )
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.request.lens import charge_lenses
+from vllm.v1.interventions.frontend.request.lens import charge_products
 from vllm.v1.interventions.frontend.request.making_fields import Asked, hooks_of, making_of
 from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.rules import AskedRule, place_rules
@@ -130,7 +130,7 @@ def parse_capture(
         s.row_bytes * len(s.sites) for s in placed if s.source.takes_room or s.making.takes_room
     )
     under = sum(len(s.sites) for s in placed if s.making.through_head)
-    charge_lenses(selections, runs, shape, prompt, path)
+    charge_products(selections, runs, shape, prompt, path)
     key_weights = charge_attention(selections, runs, prompt, path)
     return CapturePlan(
         sites=sites,

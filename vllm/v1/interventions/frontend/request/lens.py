@@ -73,7 +73,7 @@ def _token(given: Given, shape: TapShape, prompt: Prompt) -> int:
     return ids[0]
 
 
-def charge_lenses(
+def charge_products(
     selections: Mapping[str, Selection], runs: list[int], shape: TapShape, prompt: Prompt, path: str
 ) -> None:
     """Count what heads and autoencoders multiply for the prompt's rows, which are made in steps

@@ -36,7 +36,7 @@ class DoseMaker(Maker):
     def __init__(self, material: Material) -> None:
         super().__init__(material)
         self.steered: Steered | None = None
-        """None until it is known which sites are steered, and without steering."""
+        """Tables of the steered sites; None until they are known, and without steering."""
 
     def make(self, block: Block, stream: LocalStream, captured: Captured) -> torch.Tensor:
         """Compare the rows of each site with what the site's table added."""

@@ -5,16 +5,17 @@ In plain PyTorch, a bounded number of activations at a time: on the stream of th
 all graphs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 
+from vllm.config.steering import FeatureFile
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.features.autoencoder import Autoencoder
+from vllm.v1.features.autoencoder import Autoencoder, opened
 from vllm.v1.interventions.capture_groups import LocalStream
 from vllm.v1.interventions.makings import Features
 from vllm.v1.interventions.step_rows import Block
@@ -28,14 +29,20 @@ ID_LISTS = 256
 """Number of lists of features that stay on the device."""
 
 
-def on_device(autoencoder: Autoencoder, device: torch.device, dtype: torch.dtype) -> Autoencoder:
-    """Return an autoencoder whose tensors are on a device.
+def on_device(
+    files: Mapping[str, FeatureFile], device: torch.device, dtype: torch.dtype
+) -> dict[str, Autoencoder]:
+    """Return autoencoders by name, with their tensors on a device.
 
     Args:
         dtype: of the model. On a GPU matrices are of it, and products are added up in float32; a
             CPU multiplies in float32.
     """
     dtype = dtype if device.type == "cuda" else torch.float32
+    return {name: _moved(opened(file.path), device, dtype) for name, file in files.items()}
+
+
+def _moved(autoencoder: Autoencoder, device: torch.device, dtype: torch.dtype) -> Autoencoder:
     size = 2 * autoencoder.encoder.numel() * dtype.itemsize
     logger.info(
         "%d features of %s take %.2f GiB of the device",

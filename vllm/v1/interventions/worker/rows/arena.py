@@ -17,7 +17,6 @@ from vllm.config.points import FINAL
 from vllm.model_executor.layers.row_capture import WRITTEN, capture_rows
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.transport.landing import Landing
-from vllm.v1.features.autoencoder import Autoencoder
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups, num_senders
 from vllm.v1.interventions.makings import Attention, Dose, Lens
 from vllm.v1.interventions.messages import WorkerRequest
@@ -147,12 +146,8 @@ class CaptureArena:
             apart = self._config.parallel_config.world_size > 1
             self.projections = ProjectionTable(hidden, device)
             read = self._config.steering_config.feature_files
-            mine = {layer for _, layer in sites}
-            autoencoders = {
-                name: on_device(Autoencoder.load(file.path), device, shape.torch_dtype)
-                for name, file in read.items()
-                if file.layer in mine
-            }
+            own = {n: file for n, file in read.items() if file.layer in {at for _, at in sites}}
+            autoencoders = on_device(own, device, shape.torch_dtype)
             material = Material(self.arena, self.projections, autoencoders)
             self._outbox = Outbox(self._landing, material, sleeps=apart)
 
