@@ -141,8 +141,8 @@ LENSES = [
     Case(path(f"{AT}.tokens[1]", "'a b'", number="2"), token("a b", Words())),
     Case(path(f"{AT}.tokens[1]", "''", number="0"), token("", Words())),
     Case(path(AT), lens({"name": "logit"})),
-    Case(path(AT), lens(LOGIT, project=[VECTOR])),
-    Case(path(AT), lens(LOGIT, reduce="mean", positions="all_prompt")),
+    Case(path("capture.inline.project", "'lens'"), lens(LOGIT, project=[VECTOR])),
+    Case(path(AT, "'reduce'"), lens(LOGIT, reduce="mean", positions="all_prompt")),
     Case(path(AT), lens(LOGIT, hooks={"q": "all"})),
     Case(
         path("capture.logging.lens"),

@@ -146,10 +146,10 @@ AT_IMAGES = "capture.inline.positions"
 AT = "capture.inline.project"
 PROJECT = [
     Case(path("capture.inline.reduce", "'max'"), reduced(reduce="max")),
-    Case(path("capture.inline.reduce"), reduced(project=[VECTOR])),
+    Case(path("capture.inline.project", "'reduce'"), reduced(project=[VECTOR])),
     Case(path("capture.inline.reduce", prompt="5"), reduced(positions="all")),
-    Case(path("capture.inline.norms"), reduced(norms=True)),
-    Case(path("capture.inline.norms"), inline(project=[VECTOR], norms=True)),
+    Case(path("capture.inline.norms", "'reduce'"), reduced(norms=True)),
+    Case(path("capture.inline.project", "'norms'"), inline(project=[VECTOR], norms=True)),
     Case(path("capture.inline.norms", "1"), inline(norms=1)),
     Case(
         path("capture.logging.norms"),
@@ -158,7 +158,7 @@ PROJECT = [
             "config": config_of(capture_consumers=["logging"]),
         },
     ),
-    Case(path("capture.inline.dose"), inline(norms=True, dose=True)),
+    Case(path("capture.inline.dose", "'norms'"), inline(norms=True, dose=True)),
     Case(path("capture.inline.dose", "1"), inline(dose=1)),
     Case(path("capture.inline.dose", "embed", ", ".join(BLOCK_POINTS)), embed()),
     Case(

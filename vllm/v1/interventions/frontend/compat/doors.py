@@ -147,9 +147,9 @@ def _asked_doors(params: SamplingParams, config: "VllmConfig") -> list[tuple[Doo
 
 def _has_names(params: SamplingParams, config: "VllmConfig") -> bool:
     """Tell whether fields of ours may hold what is another tool's."""
-    if spec_of(params.steering) is not None:
+    if params.capture is not None and any(door.of_capture for door in _open(config)):
         return True
-    return params.capture is not None and any(door.of_capture for door in _open(config))
+    return spec_of(params.steering) is not None
 
 
 def is_asked(params: Any, config: "VllmConfig") -> bool:
@@ -179,9 +179,9 @@ def read_args(
     if not isinstance(params, SamplingParams):
         return params
     opened: Any = params
+    doors = _asked_doors(params, config)
     if _has_names(params, config):
         opened = _with_fields(params, config, num_prompts)
-    doors = _asked_doors(params, config)
     if not doors:
         refuse_peer_args(params.extra_args, config, path)
         return opened

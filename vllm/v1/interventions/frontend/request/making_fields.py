@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a capture request that ask for values made of the rows: for each its reading, and the
-fields that it excludes.
+"""Fields of a capture request that ask for values made of rows, each with its reading.
+A request has one of them at most.
 
 `attention` is not among them: it names rows of its own (`attention.py`).
 """
@@ -52,10 +52,6 @@ class Asked:
     matrices: dict[str, bytes]
     """Digest -> matrix; gets those of this request."""
 
-    def says(self, field: str) -> bool:
-        """Tell whether the request has a field, with a value."""
-        return self.request[field].value is not None
-
     @property
     def of_heads(self) -> bool:
         """True if a site is a point of attention."""
@@ -69,16 +65,18 @@ def making_of(asked: Asked) -> AnyMaking:
         ValueError: the value of a field is wrong, or fields exclude each other.
     """
     making: AnyMaking = AsIs()
+    first = ""
     for field in _FIELDS:
         given = asked.request[field.name]
         if field.name not in asked.request or not field.is_asked(given):
             continue
+        if first:
+            given.refuse(f"cannot be combined with {first!r}; give a list of captures")
+        first = field.name
         if field.inline_alone and not asked.is_inline:
             given.refuse(f"is for {INLINE!r} alone")
         if field.check is not None:
             field.check(given, asked)
-        if any(map(asked.says, field.excludes)):
-            given.refuse(field.why)
         making = field.make(given, asked)
     return making
 
@@ -107,10 +105,6 @@ class _Field:
 
     making: type[Making]
     make: Callable[[Given, Asked], AnyMaking]
-    excludes: tuple[str, ...] = ()
-    """Fields that cannot stand beside it."""
-    why: str = ""
-    """Message that says so."""
     check: Callable[[Given, Asked], None] | None = None
     """Raises ValueError if the rows are of a kind that it does not take."""
     is_asked: Callable[[Given], bool] = _has_value
@@ -148,14 +142,11 @@ def _mean(given: Given, asked: Asked) -> Mean:
     return Mean(tuple(asked.runs.flat()))
 
 
-_NOT_A_LENS = "is for the residual stream, without 'project' and 'reduce'; give a list of captures"
-
-
 def _check_lens(given: Given, asked: Asked) -> None:
     if given.value is not None:
         need_one_lane(given.path, asked.shape)
     if asked.heads:
-        given.refuse(_NOT_A_LENS)
+        given.refuse("is for the residual stream; leave out q, k, v and z")
 
 
 def _check_dose(given: Given, asked: Asked) -> None:
@@ -168,15 +159,11 @@ _FIELDS = (
     _Field(
         Mean,
         _mean,
-        excludes=("project",),
-        why="stands without 'project': multiply the mean, which is the same",
         check=_check_mean,
     ),
     _Field(
         Lens,
         lambda given, asked: lens_making(given, asked.sites, asked.shape, asked.prompt),
-        excludes=("project", "reduce"),
-        why=_NOT_A_LENS,
         check=_check_lens,
         is_asked=lambda given: True,
         inline_alone=True,
@@ -184,17 +171,12 @@ _FIELDS = (
     _Field(
         Norms,
         lambda given, asked: Norms(),
-        excludes=("project", "reduce", "lens"),
-        why="cannot be combined with 'project', 'reduce' or 'lens'; give a list of captures",
         is_asked=lambda given: given.value is not None and given.flag(),
         inline_alone=True,
     ),
     _Field(
         Dose,
         lambda given, asked: Dose(),
-        excludes=("project", "reduce", "lens", "norms"),
-        why="cannot be combined with 'project', 'reduce', 'lens' or 'norms'; give a list of "
-        "captures",
         check=_check_dose,
         is_asked=lambda given: given.value is not None and given.flag(),
         inline_alone=True,
@@ -202,8 +184,6 @@ _FIELDS = (
     _Field(
         Features,
         lambda given, asked: features_making(given, asked.sites, asked.shape),
-        excludes=("project", "reduce", "lens", "norms", "dose"),
-        why="cannot be combined with other makings; give a list of captures",
         inline_alone=True,
         hooks=hooks_of_features,
     ),

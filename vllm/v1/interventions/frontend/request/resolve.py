@@ -200,7 +200,7 @@ def resolve(
                 "capture is not enabled; start the engine with capture_consumers=['inline'] "
                 "(--capture-consumers inline)",
             )
-        make = partial(_capture, params, prompt, config, shape, modules)
+        make = partial(_capture, params, prompt, config, shape, modules, judged)
         if judged or config.capture_config.captures_all:
             capture = make()
         else:
@@ -210,8 +210,8 @@ def resolve(
         if capture is not None and params.output_kind == RequestOutputKind.DELTA:
             _charge_chunks(capture, prompt)
         if capture is not None:
-            need_known_doses(capture, steering)
             _charge_texts(capture, prompt)
+            need_known_doses(capture, steering)
     plan = Plan(steering=steering, capture=capture)
     # Each completion is sent its own. All that is in it counts, whichever field it is of.
     work.charge(n * len(msgspec.msgpack.encode(plan)) >> 10, Unit.KILOBYTE, field)
@@ -242,9 +242,10 @@ def _capture(
     config: "VllmConfig",
     shape: TapShape,
     modules: ModuleCatalog,
+    judged: bool,
 ) -> CapturePlan | None:
     specs = config.capture_config.consumers
-    rules = parse_rules(params.rules, "rules", shape, prompt, modules)
+    rules = parse_rules(params.rules, "rules", shape, prompt, modules) if judged else []
     own = [asked.rule for asked in rules if not asked.rule.for_all]
     for i, rule in enumerate(own):
         need_captured_points(rule.sites, f"rules[{i}]", config.capture_config)
