@@ -6,7 +6,8 @@
 The model is a config.json: weights are random, and prompts are token ids (workloads.py says what is
 asked). Only one peer measures at a time; with --at-once they load side by side, if all fit into
 memory. Peers whose vLLM is upstream's get --stock in front of PYTHONPATH. Files of ours go to
---files, which is to be on a disk. A peer that is not installed or that fails has no rows, and the
+--files, which is to be on a disk. With --before DIR, "pilot_before" is another build of this fork
+that was assembled into DIR. A peer that is not installed or that fails has no rows, and the
 setup says so.
 
 On a CPU, for ratios in five minutes: VLLM_USE_V2_MODEL_RUNNER=0 VLLM_CPU_OMP_THREADS_BIND=nobind
@@ -24,10 +25,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.peers.workloads import PLAIN, READY, Answer, arguments
 from benchmarks.results import Row, Run, add_arguments, publish, setup, write
+
+BEFORE = ", before"
+"""End of the names of cases of another build."""
 
 IN_MEMORY = ["--files", "/dev/shm"]
 """What syncs no file is at its best there, and the road to a reader is shortest."""
@@ -43,6 +48,7 @@ PEERS = {
         ["--layers", "few", *IN_MEMORY],
     ),
     "nnsight_hf": ("nnsight_hf", "ours", []),
+    "pilot_before": ("pilot", "before", []),
 }
 """Of each its script, which tree is first in its path, and its own options."""
 
@@ -64,12 +70,12 @@ their machines, and comparable with no row of ours."""
 class Peer:
     """A peer's process. It loads when this is made, and measures when it is told to."""
 
-    def __init__(self, name: str, options: list[str], stock: Path) -> None:
+    def __init__(self, name: str, options: list[str], trees: Mapping[str, Path | None]) -> None:
         self.name = name
         script, tree, own = PEERS[name]
         path = [os.environ.get("PYTHONPATH", ""), os.getcwd()]
-        if tree == "stock":
-            path.insert(0, str(stock.absolute()))
+        if (first := trees.get(tree)) is not None:
+            path.insert(0, str(first.absolute()))
         # Not a pipe: nobody reads while others are waited for.
         self._printed = tempfile.NamedTemporaryFile("w+", prefix=f"{name}-")  # noqa: SIM115
         self._started = time.monotonic()
@@ -114,11 +120,17 @@ class Peer:
 def main() -> None:
     parser = arguments(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), help="all but pilot_before")
+    parser.add_argument("--before", type=Path, help="another build of this fork, for pilot_before")
     parser.add_argument("--at-once", action="store_true", help="all load at once, and then wait")
     parser.add_argument("--budget", type=float, default=570, help="seconds, of all")
     add_arguments(parser)
     args = parser.parse_args()
+    if args.peers is None:
+        args.peers = [name for name, (_, tree, _) in PEERS.items() if tree != "before"]
+    if "pilot_before" in args.peers and args.before is None:
+        parser.error("pilot_before needs --before DIR")
+    trees = {"stock": args.stock, "before": args.before}
     options = []
     for name, value in vars(arguments(None).parse_known_args()[0]).items():
         option = "--" + name.replace("_", "-")
@@ -129,12 +141,14 @@ def main() -> None:
     until = time.monotonic() + args.budget
     answers = []
     for group in [args.peers] if args.at_once else [[name] for name in args.peers]:
-        loading = [Peer(name, options, args.stock) for name in group]
+        loading = [Peer(name, options, trees) for name in group]
         for peer in loading:
             peer.wait_ready(until)
         print(f"loaded, {until - time.monotonic():.0f} s left", flush=True)
         for peer in loading:
             answers.append(peer.measure(until))
+            for row in answers[-1].rows if PEERS[peer.name][1] == "before" else ():
+                row["case"] += BEFORE
             print(f"{peer.name}: {answers[-1].status}", flush=True)
             # Each time, so that what is there is kept if the machine is taken away.
             write(run_of(args, answers), args.json)
