@@ -150,6 +150,8 @@ def add_arguments(parser: argparse.ArgumentParser, kv_bytes: int) -> None:
 def run_name(benchmark: str, args: argparse.Namespace) -> str:
     """What the results are called: runs of one name are shown together."""
     parts = [benchmark, "eager" if args.eager else "", "processes" if args.processes else ""]
+    # A run with another build has few rounds: targets take no notice of it.
+    parts += ["before"] if args.before is not None else []
     return "-".join(filter(None, parts))
 
 

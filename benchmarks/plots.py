@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 
 from benchmarks.show import Json, number, place, title
 
-COMPARED = ("tpot", "tpot-processes", "prefill", "prefill-processes")
+COMPARED = ("tpot", "tpot-processes", "tpot-processes-before", "prefill", "prefill-processes")
 """Benchmarks whose ratios are drawn."""
 
 FURTHEST = (0.85, 1.15)
