@@ -33,6 +33,7 @@ def said(operation: Operation) -> list[str]:
     """The fields of a record as the page writes them."""
     fields = [f"`{operation.vector}`"] if operation.vector else []
     fields += [f"`{key}`" for key in (operation.reads, operation.other) if key]
+    fields += [f"`{operation.shift}`?"] if operation.shift else []
     if operation.rows:
         fields.append("`values`")
     for number in operation.numbers:

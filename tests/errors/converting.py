@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from tests.errors.case import Case, path
-from vllm.entrypoints.cli.steering.vectors import convert_vectors
+from vllm.entrypoints.cli.steering.vectors import convert_reft, convert_vectors
 
 ROW = torch.ones(4)
 
@@ -42,6 +43,38 @@ def text(name: str, content: str) -> Callable[[], object]:
 def sparse_file(path: Path) -> None:
     path.touch()
     os.truncate(path, (1 << 30) + 1)
+
+
+def sparse_reft(path: Path) -> None:
+    os.truncate(path, (1 << 28) + 1)
+
+
+def reft(
+    edit: Callable[[dict[str, Any]], object] = lambda config: None,
+    more: dict[str, Callable[[Path], object]] | None = None,
+) -> Callable[[], object]:
+    """Convert a folder of pyreft with one intervention of LoReFT, after an edit of its config."""
+    config: dict[str, Any] = {
+        "sorted_keys": ["a"],
+        "intervention_types": ["<class 'pyreft.interventions.LoreftIntervention'>"],
+        "representations": [[1, "block_output"]],
+    }
+    edit(config)
+
+    def do() -> object:
+        with tempfile.TemporaryDirectory(prefix="reft") as made:
+            folder = Path(made)
+            (folder / "config.json").write_text(json.dumps(config))
+            torch.save({"rotate_layer": ROW[:, None], "weight": ROW[None]}, folder / "intkey_a.bin")
+            for name, write in (more or {}).items():
+                write(folder / name)
+            return convert_reft(folder, folder / "out.safetensors")
+
+    return do
+
+
+def reft_of(content: Any) -> Callable[[], object]:
+    return reft(more={"intkey_a.bin": lambda path: torch.save(content, path)})
 
 
 CONVERTING = [
@@ -78,4 +111,31 @@ CONVERTING = [
     Case(path("--layers", "'all'"), do=tensors(ROW, layers=["all"])),
     Case(path("--layers", "'7-4'"), do=tensors(ROW, layers=["7-4"])),
     Case(path("--layers", "'1024'"), do=tensors(ROW, layers=["1024"])),
+    Case({}, do=reft(lambda config: config.pop("sorted_keys"))),
+    Case({}, do=reft(lambda config: config["sorted_keys"].pop())),
+    Case({"given": str((1 << 28) + 1)}, do=reft(more={"config.json": sparse_reft})),
+    Case({"given": "'mine'"}, do=reft(lambda config: config.update(intervention_types=["mine"]))),
+    Case({"given": "'../a'"}, do=reft(lambda config: config.update(sorted_keys=["../a"]))),
+    Case(
+        {"given": "'mlp_output'", "layer": "2"},
+        do=reft(lambda config: config.update(representations=[[2, "mlp_output"]])),
+    ),
+    Case(
+        {"given": "'block_output'", "layer": "-1"},
+        do=reft(lambda config: config.update(representations=[[-1, "block_output"]])),
+    ),
+    Case(
+        {"given": "post_block", "layer": "1"},
+        do=reft(lambda config: config.update({key: value * 2 for key, value in config.items()})),
+    ),
+    Case({}, do=reft_of(5)),
+    Case({}, do=reft_of({"weight": 5})),
+    Case({"given": "'rotate_layer' of two dimensions"}, do=reft_of({"weight": ROW[None]})),
+    Case({"given": "'weight'"}, do=reft_of({"rotate_layer": ROW[:, None]})),
+    Case(
+        {"given": "[1, 3]", "allowed": "[1, 4]"},
+        do=reft_of({"rotate_layer": ROW[:, None], "weight": ROW[None, :3]}),
+    ),
+    Case({}, do=reft_of({"rotate_layer": ROW[:, None] * float("nan"), "weight": ROW[None]})),
+    Case({}, do=reft(more={"intkey_a.bin": lambda path: path.write_text("x")})),
 ]

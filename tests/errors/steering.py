@@ -61,6 +61,11 @@ def replace(**fields: Any) -> dict[str, Any]:
     return without_direction("replace", **{"positions": [1], "values": [VECTOR], **fields})
 
 
+def low_rank(**fields: Any) -> dict[str, Any]:
+    """One of rank 1."""
+    return without_direction("low_rank", **{"A": [VECTOR], "B": [[1.0]] * HIDDEN, **fields})
+
+
 def gated(**fields: Any) -> dict[str, Any]:
     return op(gate={**GATE, **fields})
 
@@ -106,6 +111,12 @@ STEERING = [
     Case(
         path(f"{OP}.gate", allowed="probe", op="a gate"), op(gate={"threshold": 0, "sharpness": 1})
     ),
+    Case(path(f"{OP}.A", "5", "1-4"), low_rank(A=[VECTOR] * 5)),
+    Case(path(f"{OP}.A", "0", "1-4"), low_rank(A=[])),
+    Case(path(f"{OP}.B", "[1, 4] (transpose it)", "[4, 1]"), low_rank(B=np.ones((1, HIDDEN)))),
+    Case(path(f"{OP}.B", "[3, ...]", "[4, 1]"), low_rank(B=[[1.0]] * 3)),
+    Case(path(f"{OP}.c", "2", "1"), low_rank(c=[1.0, 2.0])),
+    Case(path(OP, allowed="B", op="low_rank"), low_rank(B=None)),
     Case(path(OP, allowed="lo' or 'hi", op="clamp"), op("clamp")),
     Case(path(f"{OP}.lo", "2", "1"), op("clamp", lo=2.0, hi=1.0)),
     Case(path(f"{OP}.direction"), op(direction=[0.0] * HIDDEN)),
@@ -155,7 +166,7 @@ STEERING = [
         ),
     ),
     Case(
-        path("steering[1]", "post_block 1", "1"),
+        path("steering[1]", "2", "1", place="post_block 1"),
         {
             "steering": op()["steering"] * 2,
             "config": config_of(max_steering_ops=1, **ALL_FAMILIES),
@@ -312,7 +323,7 @@ STEERING = [
     ),
     Case(path("steering_modules[0]", "'calm'", "none"), named(["calm"])),
     Case(
-        path("steering_modules[0]", "2", "add, norm_match, ablate", op="pin"),
+        path("steering_modules[0]", "2", "add, norm_match, ablate, low_rank", op="pin"),
         named([("m", 2)], m=module({"ops": [PIN]})),
     ),
     Case(path("steering_inherit_global", "1"), {"steering_inherit_global": 1}),

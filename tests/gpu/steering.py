@@ -86,7 +86,7 @@ def positions(mode: Mode, tokens: list[list[int]], hidden: int) -> dict[str, Any
 
 def ops(mode: Mode, tokens: list[list[int]], hidden: int) -> dict[str, Any]:
     """Every op, gated and not, at a layer in the middle, against float64 on the plain rows."""
-    u, p = vector(14, hidden), vector(15, hidden) / hidden
+    u, p, v = vector(14, hidden), vector(15, hidden) / hidden, vector(18, hidden)
     values = torch.stack([vector(16, hidden), vector(17, hidden)])
     gate = {"probe": p, "threshold": 0.1, "sharpness": 2.0}
     asked: list[list[dict[str, Any]]] = [
@@ -102,6 +102,10 @@ def ops(mode: Mode, tokens: list[list[int]], hidden: int) -> dict[str, Any]:
             {"op": "feature", "encoder": p, "decoder": u, "threshold": 0.1, "value": 2.0},
         ],
         [{"op": "swap", "direction": u, "other": p}],
+        [
+            {"op": "low_rank", "A": torch.stack([u, v]) / hidden, "B": torch.stack([v, u], dim=1)},
+            {"op": "low_rank", "A": torch.stack([p, u]), "B": torch.stack([u, p], dim=1) / hidden},
+        ],
     ]
     tokens = tokens[: len(asked)]
     point, layer = "post_attn", 4

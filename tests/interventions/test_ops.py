@@ -94,7 +94,7 @@ def test_each_operation(asked: dict[str, Any], scalars: Scalars, vector: list[fl
     assert term.scalars == scalars
     assert floats(term.vector) == pytest.approx(vector, rel=1e-7)
     assert term.probe == b""
-    assert op.term_at(0) is term and op.term_at(1000) is term
+    assert op.terms_at(0) == op.terms_at(1000) == [term]
 
 
 def test_a_feature_reads_by_its_encoder_and_is_told_what_to_do() -> None:
@@ -110,6 +110,67 @@ def test_a_feature_reads_by_its_encoder_and_is_told_what_to_do() -> None:
         parse(entry("feature", encoder=VECTOR, decoder=VECTOR, value=0, only_if_active=1))
     with pytest.raises(InterventionError, match=r"encoder: "):
         parse(entry("feature", encoder=VECTOR[:2], decoder=VECTOR, value=0))
+
+
+DOWN, UP = np.arange(8.0).reshape(2, 4) - 3, np.linspace(-1, 1, 8).reshape(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("A", "B", "c"),
+    [
+        (DOWN, UP, np.array([0.5, -2.0])),
+        (DOWN.tolist(), UP.tolist(), [0.5, -2.0]),
+        (torch.from_numpy(DOWN), torch.from_numpy(UP).bfloat16().double(), (0.5, -2)),
+        (DOWN, UP, None),
+    ],
+)
+def test_a_low_rank_change_is_a_term_for_each_of_its_rank(A: Any, B: Any, c: Any) -> None:
+    more = {} if c is None else {"c": c}
+    (op,) = parse(entry("low_rank", A=A, B=B, strength=0.5, **more))
+    assert (op.width, op.each, op.positions) == (2, False, None)
+    assert op.terms_at(0) == op.terms and len(op.terms) == 2
+    for i, term in enumerate(op.terms):
+        assert floats(term.encoder) == (-DOWN[i]).tolist()
+        assert floats(term.vector) == np.asarray(B)[:, i].astype(np.float32).tolist()
+        bias = 0.0 if c is None else -[0.5, -2.0][i]
+        assert term.scalars == Scalars(
+            strength=0.5, lo=0, hi=0, above=-INF, bias=bias, opens=i == 0, closes=i == 1
+        )
+
+
+def test_a_low_rank_change_counts_as_often_as_its_rank() -> None:
+    change = entry("low_rank", A=DOWN, B=UP)
+    assert [op.width for op in parse(change, entry("ablate", direction=VECTOR), max_terms=3)] == [
+        2, 1,
+    ]  # fmt: skip
+    with pytest.raises(InterventionError, match=r"\[1\]: comes to 4 ops at post_block 1, .*=3"):
+        parse(change, change, max_terms=3)
+    with pytest.raises(InterventionError, match=r"A: has 2 rows, allowed are 1-1: each counts"):
+        parse(change, max_terms=1)
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ({"A": DOWN[:, :3]}, r"A: has shape \[2, 3\], the model needs \[2, 4\]"),
+        ({"A": [*DOWN.tolist()[:1], [1.0]]}, r"A\[1\]: has 1 values, the model needs 4"),
+        ({"A": []}, r"A: has 0 rows, allowed are 1-4"),
+        ({"A": np.array(1.0)}, r"A: has 0 rows, allowed are 1-4"),
+        ({"A": VECTOR}, r"A\[0\]: must be a list"),
+        ({"A": "x"}, r"A: must be a list, a numpy array or a torch tensor, got 'x'"),
+        ({"A": DOWN * np.inf}, r"A: is not finite at index 0"),
+        ({"A": DOWN.astype(int)}, r"A: must be of a float dtype"),
+        ({"B": UP.T}, r"B: has shape \[2, 4\] \(transpose it\), the model needs \[4, 2\]"),
+        ({"B": UP.tolist()[:3]}, r"B: has shape \[3, ...\], the model needs \[4, 2\]"),
+        ({"B": UP * 1e300}, r"B: overflows float32"),
+        ({"A": DOWN * 1e300}, r"A: overflows float32"),
+        ({"c": [1.0]}, r"c: has 1 values, the model needs 2"),
+        ({"c": [1.0, 1e39]}, r"c: overflows float32"),
+    ],
+)
+def test_matrices_that_fit_nothing_are_named(over: dict[str, Any], message: str) -> None:
+    with pytest.raises(InterventionError, match=rf"^steering\[0\]\.{message}"):
+        parse(entry("low_rank", **{"A": DOWN, "B": UP, **over}))
 
 
 def test_a_direction_and_itself_have_nothing_to_swap() -> None:
@@ -132,7 +193,7 @@ def test_layers_and_positions() -> None:
     (op,) = parse(entry("normalize", layers="0-2", positions=[7, 2]))
     assert op.sites == [("post_block", n) for n in (0, 1, 2)]
     assert op.positions == Positions.of([2, 7])
-    assert [op.term_at(p) is not None for p in range(9)] == [p in (2, 7) for p in range(9)]
+    assert [bool(op.terms_at(p)) for p in range(9)] == [p in (2, 7) for p in range(9)]
     (op,) = parse(entry("normalize", point="post_attn", layers="all"))
     assert op.sites == [("post_attn", n) for n in (0, 1, 3)]
     (op,) = parse(entry("normalize", point="pre_attn", layers=[2, 0]), shape=GAPS)
@@ -175,11 +236,11 @@ def test_replace_has_a_term_for_each_position(values: Any, positions: Any, order
     (op,) = parse(entry("replace", values=values, positions=positions, alpha=0.25))
     assert op.positions == Positions.of(order)
     for position in range(END):
-        term = op.term_at(position)
+        terms = op.terms_at(position)
         if position not in order:
-            assert term is None
+            assert terms == []
             continue
-        assert term is not None
+        (term,) = terms
         assert floats(term.vector) == ROWS[order.index(position)].tolist()
         assert term.scalars == Scalars(replace=0.25, constant=0.25)
 
@@ -192,12 +253,12 @@ def test_additions_with_a_vector_for_each_position(name: str, gated: bool) -> No
     (op,) = parse(entry(name, values=rows, positions=[6, 1, 4], scale=2.5, **more))
     one = Scalars(constant=2.5) if name == "add" else Scalars(norm=2.5)
     for position, row in zip([6, 1, 4], rows, strict=True):
-        term = op.term_at(position)
-        assert term is not None and bool(term.probe) == gated
+        (term,) = op.terms_at(position)
+        assert bool(term.probe) == gated
         want = row if name == "add" else row / np.linalg.norm(row)
         assert floats(term.vector) == pytest.approx(want.tolist(), rel=1e-6)
         assert term.scalars[:7] == one[:7]
-    assert op.term_at(0) is None
+    assert op.terms_at(0) == []
 
 
 def test_one_row_replaces_all_positions_or_those_that_are_named() -> None:
@@ -212,8 +273,8 @@ def test_one_row_replaces_all_positions_or_those_that_are_named() -> None:
 def test_replace_by_name_takes_rows_in_the_order_of_the_positions() -> None:
     values = np.arange(16.0).reshape(4, 4)
     (op,) = parse(entry("replace", values=values, positions="all_generated"))
-    terms = [op.term_at(p) for p in range(PROMPT, END)]
-    assert [floats(term.vector) for term in terms if term] == values.tolist()
+    terms = [term for p in range(PROMPT, END) for term in op.terms_at(p)]
+    assert [floats(term.vector) for term in terms] == values.tolist()
 
 
 def test_gates() -> None:
@@ -229,7 +290,7 @@ def test_gates() -> None:
     assert (last.gated, last.frozen) == (True, True)
     assert last.positions == Positions([(PROMPT - 1, END)])
     assert after.positions == Positions([(PROMPT, END)])
-    deciding = after.terms[0].deciding()
+    (deciding,) = after.deciding()
     assert deciding.scalars == Scalars(threshold=0.5, sharpness=2.0, frozen=1.0)
     assert deciding.probe == after.terms[0].probe
     assert deciding.digest != after.terms[0].digest
@@ -254,7 +315,7 @@ def test_digest_is_of_all_that_acts() -> None:
 def test_operations_at_one_site_are_counted() -> None:
     ops = [entry("normalize", layers=layer) for layer in ("all", 1, [1, 2], 1)]
     assert len(parse(*ops)) == 4
-    with pytest.raises(InterventionError, match=r"steering\[4\]: is one operation more than 4 at"):
+    with pytest.raises(InterventionError, match=r"steering\[4\]: comes to 5 ops at"):
         parse(*ops, entry("normalize", layers="0-1"))
     assert len(parse(*ops, entry("normalize", layers=0))) == 5
 
@@ -270,6 +331,7 @@ def test_each_family_is_asked_for_by_name() -> None:
         "normalize": entry("normalize"),
         "swap": entry("swap", direction=VECTOR, other=VECTOR[::-1]),
         "feature": entry("feature", encoder=VECTOR, decoder=VECTOR[::-1], add=1),
+        "low_rank": entry("low_rank", A=[VECTOR], B=[[x] for x in VECTOR]),
         "gate": entry("add", vector=VECTOR, gate=GATE),
     }
     assert asked.keys() == FAMILIES

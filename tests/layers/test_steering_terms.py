@@ -132,6 +132,88 @@ def test_features_act_at_once_and_keep_what_was_not_reconstructed(
     assert worst(only(steer, rows, asked[0], idle, asked[1]), apart.double(), rows) < TOLERANCE
 
 
+def low_rank(rows: torch.Tensor, op: dict[str, Any], *gates: dict[str, Any]) -> torch.Tensor:
+    """float64: all rows through a low-rank change, by its formula."""
+    h, A, B, c = (torch.as_tensor(x).double() for x in (rows, op["A"], op["B"], op["c"]))
+    change = op["strength"] * (h @ A.T + c) @ B.T
+    for g in gates:
+        score = h @ torch.as_tensor(g["probe"]).double() - g["threshold"]
+        change = torch.sigmoid(g["sharpness"] * score)[:, None] * change
+    return h + change
+
+
+@MANY
+@given(maker=makers())
+def test_a_low_rank_change_reads_the_row_before_it(steer: Steer, maker: Maker) -> None:
+    """Its gate, too; the twin acts by one number of its rank after the other."""
+    rows = maker.rows()
+    gate = maker.gate()
+    change = maker.op("low_rank", **maker.low_rank(3))
+    change["B"] = change["A"].T / maker.hidden  # what one adds, the next would read
+    for more, gates in (({}, []), ({"gate": gate}, [gate])):
+        want = low_rank(rows, change, *gates)
+        assert worst(only(steer, rows, {**change, **more}), want, rows) < 5 * TOLERANCE
+        parts = [
+            {**change, "A": change["A"][i : i + 1], "B": change["B"][:, i : i + 1], **more}
+            for i in range(3)
+        ]
+        parts = [{**part, "c": change["c"][i : i + 1]} for i, part in enumerate(parts)]
+        assert worst(only(steer, rows, *parts), want, rows) > 1e-4
+
+
+@MANY
+@given(maker=makers())
+def test_low_rank_changes_and_features_act_one_after_the_other(steer: Steer, maker: Maker) -> None:
+    """The twin: what they would be if each read the row before the first of them."""
+    rows = maker.rows()
+    first, second = (maker.op("low_rank", **maker.low_rank(2)) for _ in range(2))
+    for change in (first, second):
+        change["B"] = change["A"].T / maker.hidden
+    second["A"] = first["A"] + second["A"]
+    encoder = (first["A"][0] + second["A"][0]) / maker.hidden**0.5
+    decoder = first["A"][0] / maker.hidden**0.5
+    value = entry("feature", encoder=encoder, decoder=decoder, value=maker.size)
+    for asked in ([first, second], [first, value], [value, first], [first, first]):
+        one, other = asked
+        apart = only(steer, only(steer, rows, one), other)
+        assert worst(only(steer, rows, *asked), apart.double(), rows) < 5 * TOLERANCE
+        at_once = only(steer, rows, one) + only(steer, rows, other) - rows
+        assert worst(only(steer, rows, *asked), at_once.double(), rows) > 1e-4
+
+
+@pytest.mark.parametrize("positions", [None, "all_generated"])
+@settings(max_examples=3 if INTERPRETED else 10)
+@given(maker=makers())
+def test_a_gate_of_a_low_rank_change_is_decided_once(
+    steer: Steer, maker: Maker, positions: str | None
+) -> None:
+    where = {} if positions is None else {"positions": positions}
+    change = maker.op("low_rank", **maker.low_rank(3), gate=maker.gate("last_prompt"), **where)
+    change["B"] = change["A"].T / maker.hidden
+    asked = [maker.op("feature"), change, maker.op("low_rank", gate=maker.gate())]
+    rows = maker.rows()
+    site = Site(asked, maker.hidden, LENGTH, NUM_PROMPT)
+    want = site.expected(rows)
+    assert worst(whole(steer, site, rows), want, rows) < 20 * TOLERANCE
+    asked[1] = {**change, "gate": {**change["gate"], "when": "row"}}
+    other = Site(asked, maker.hidden, LENGTH, NUM_PROMPT).expected(rows)
+    assert worst(other[NUM_PROMPT:], want[NUM_PROMPT:], rows) > 1e-4
+
+
+@MANY
+@given(maker=makers())
+def test_gates_of_features_judge_what_the_features_read(steer: Steer, maker: Maker) -> None:
+    """So that their order means nothing."""
+    rows = maker.rows()
+    asked = [maker.op("feature", gate=maker.gate()) for _ in range(3)]
+    asked[1]["gate"]["probe"] = asked[0]["decoder"] / maker.size * maker.hidden**0.5
+    there, back = only(steer, rows, *asked), only(steer, rows, *asked[::-1])
+    assert worst(there, back.double(), rows) < 5 * TOLERANCE
+    one, *rest = asked
+    apart = only(steer, only(steer, rows, one), *rest)
+    assert worst(there, apart.double(), rows) > 1e-4 or torch.equal(only(steer, rows, one), rows)
+
+
 @MANY
 @given(maker=makers())
 def test_a_feature_below_its_threshold_is_not_active(steer: Steer, maker: Maker) -> None:

@@ -92,6 +92,11 @@ def op(name: str, seed: int, *shape: int, **more: Any) -> dict[str, Any]:
             "bias": 2.0,
             "value": 24.0,
         },
+        "low_rank": {
+            "A": made(seed, 2) / 3,
+            "B": made(seed + 60, 2).T / 9,
+            "c": torch.tensor([2.0, -1.0]),
+        },
     }  # fmt: skip
     return {"op": name, "point": "post_block", "layers": 1, **fields[name], **more}
 
@@ -116,7 +121,7 @@ def cases() -> dict[str, tuple[Ops, Ops]]:
                 op(name, seed, gate=gate(seed + 20, LANES)),
             ),
         }
-        if name != "normalize":
+        if name not in ("normalize", "low_rank"):  # matrices are of every lane, or of one
             each = op(name, seed, LANES)
             turned = {key: each[key].flip(-2) for key in VECTORS if key in each}
             ways["lane by lane"] = each, {**each, **turned}

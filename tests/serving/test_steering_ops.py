@@ -38,7 +38,7 @@ def start(tiny_models: TinyModels, name: str, **options: Any) -> Pair:
     settings: dict[str, Any] = {
         "enable_steering": True,
         "steering_families": FAMILIES,
-        "max_steering_ops": 5,
+        "max_steering_ops": 8,
         "capture_consumers": ["inline"],
         "enable_prefix_caching": False,
     }
@@ -63,6 +63,12 @@ def op(name: str, point: str, layers: Any, seed: int = 1, **more: Any) -> dict[s
             "bias": 2.0,
             "threshold": 1.0,
             "value": 72.0,
+        },
+        "low_rank": {
+            "A": torch.stack([vector(seed + i, 1.0) for i in range(3)]),
+            "B": torch.stack([vector(seed + i, 1.0) for i in (1, 2, 3)], dim=1),
+            "c": torch.tensor([2.0, -3.0, 1.0]),
+            "strength": 10.0,
         },
     }
     if name == "replace" and "positions" not in more:

@@ -301,6 +301,15 @@ ALL_OPS: list[dict[str, Any]] = [
         "only_if_active": True,
         "gate": {**GATE, "when": "row"},
     },
+    {"op": "low_rank", "A": rows(12, 2), "B": rows(13, 2).T, "strength": 0.3},
+    {"op": "low_rank", "A": rows(14), "B": rows(15).T, "c": np.float32([0.1])},
+    {
+        "op": "low_rank",
+        "A": rows(12, 2),
+        "B": rows(13, 2).T,
+        "c": np.float32([-0.1, 0.0]),
+        "gate": {**GATE, "when": "last_prompt"},
+    },
     {"op": "normalize", "point": "all", "layers": [1, 2]},
     {"op": "normalize", "point": ["pre_attn", "post_block"], "layers": [0, 2]},
 ]
@@ -362,6 +371,13 @@ def test_saving_needs_no_engine(tmp_path: Path) -> None:
     loaded = load(tmp_path / "m.safetensors", SHAPE)
     assert loaded == parse_module(source, "source", SHAPE, ANY_FAMILY)
     assert loaded != parse_module({"post_block": {3: GOOD}}, "source", SHAPE, ANY_FAMILY)
+    for op in ALL_OPS[:-2]:  # each alone says how wide a row is, but for normalize
+        if op["op"] == "normalize":
+            continue
+        alone = {"ops": [{**op, **AT_1}]}
+        save(tmp_path / "m.safetensors", alone)
+        wanted = parse_module(alone, "source", SHAPE, ANY_FAMILY)
+        assert load(tmp_path / "m.safetensors", SHAPE).digest == wanted.digest
     for layers in ("all", -1, "-2", [0, -1]):
         bad = {"ops": [{"op": "normalize", "point": "post_block", "layers": layers}]}
         with pytest.raises(InterventionError, match=r"^source\.ops\[0\]\.layers: only a model"):

@@ -119,6 +119,7 @@ SCALED = [
     (op("add", vector=VECTOR, scale=3), "constant", 3.0),
     (op("norm_match", direction=VECTOR, scale=0.25), "norm", 0.25),
     (op("ablate", direction=VECTOR), "strength", 1.0),
+    (op("low_rank", A=[VECTOR, VECTOR], B=[[1.0, 2.0]] * HIDDEN, strength=0.5), "strength", 0.5),
 ]
 
 
@@ -133,14 +134,15 @@ def test_what_a_scale_multiplies(value: dict[str, Any], field: str, given: float
     plain = made.for_request(1.0, "steering_modules[0]", 5, SHAPE)
     scaled = made.for_request(-2.0, "steering_modules[0]", 5, SHAPE)
     assert (plain.name, plain.sites) == (value["op"], [("pre_attn", 0), ("pre_attn", 1)])
-    assert plain.terms == [made.term]
+    assert plain.terms == made.terms
     assert plain.positions is None
-    before, after = plain.terms[0].scalars._asdict(), scaled.terms[0].scalars._asdict()
-    assert before[field] == given
-    assert {name for name in before if before[name] != after[name]} == {field}
-    assert after[field] == -2 * given
-    assert scaled.terms[0].digest != plain.terms[0].digest
-    assert scaled.terms[0].vector == plain.terms[0].vector
+    for one, other in zip(plain.terms, scaled.terms, strict=True):
+        before, after = one.scalars._asdict(), other.scalars._asdict()
+        assert before[field] == given
+        assert {name for name in before if before[name] != after[name]} == {field}
+        assert after[field] == -2 * given
+        assert one.digest != other.digest
+        assert (one.vector, one.encoder) == (other.vector, other.encoder)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_what_a_scale_multiplies(value: dict[str, Any], field: str, given: float
 )
 def test_what_has_no_scale(value: dict[str, Any]) -> None:
     made = only_op(value)
-    assert made.for_request(1, "steering_modules[2]", 5, SHAPE).terms == [made.term]
+    assert made.for_request(1, "steering_modules[2]", 5, SHAPE).terms == made.terms
     with pytest.raises(InterventionError, match=rf"^steering_modules\[2\].*{value['op']} has no s"):
         made.for_request(2, "steering_modules[2]", 5, SHAPE)
 
@@ -200,7 +202,7 @@ ERRORS: list[tuple[Any, str]] = [
     ),
     ({"ops": [op("replace", values=[])]}, "source.ops[0]: positions belong to a request"),
     ({"ops": [op("ablate", direction=[0.0] * HIDDEN)]}, "source.ops[0].direction: is zero"),
-    ({"ops": [op("normalize")] * 5}, "source.ops[4]: is one operation more than 4"),
+    ({"ops": [op("normalize")] * 5}, "source.ops[4]: comes to 5 ops at"),
     ({"post_block": {1: [1e39] * HIDDEN}}, "source: overflows float32"),
     (
         {"vectors": {"pre_attn": {0: [2e38] * 4}}, "decode_vectors": {"pre_attn": {0: [2e38] * 4}}},

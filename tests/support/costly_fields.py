@@ -82,6 +82,10 @@ def _ops(vector: list[float], width: int) -> Iterator[Body]:
     feature: Body = {"bias": 0.1, "threshold": 0.1, "value": 1.0, "add": 1.0, **strength}
     feature |= {"encoder": vector, "decoder": vector[::-1], "only_if_active": True}
     yield {"op": "feature", **at, **feature, "gate": gate}
+    low_rank: Body = {"A": [vector], "B": [[x] for x in vector], "c": [0.1], **strength}
+    yield {"op": "low_rank", **at, **low_rank, "gate": gate}
+    matrices: Body = {"A": packed(1, width), "B": packed(width, 1)}
+    yield {"op": "low_rank", **at, **matrices, "gate": gate}
     yield {"op": "swap", **at, "direction": vector, "other": vector[::-1], "gate": gate}
     heads: Body = {"point": "z", "heads": {"0": [0]}, "positions": [1]}
     whole: Body = {"point": "z", "layers": [0], "positions": [1]}

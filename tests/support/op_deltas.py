@@ -85,6 +85,8 @@ def _of_lane(ops: Sequence[Mapping[str, Any]], lane: int) -> list[dict[str, Any]
         own = {name: value for name, value in op.items() if name != "lane"}
         # With positions the first dimension of `values` is theirs.
         of_lanes = dict.fromkeys(VECTORS, 2) | {"values": 3 if "positions" in op else 2}
+        if op["op"] == "low_rank":  # matrices are of every lane
+            of_lanes = {}
         for key, ndim in of_lanes.items():
             if np.ndim(own.get(key, 0.0)) == ndim:
                 own[key] = np.asarray(own[key])[..., lane, :]

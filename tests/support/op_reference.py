@@ -73,6 +73,14 @@ def feature(
     return h if only_if_active and activation == 0 else h + change * decoder
 
 
+def low_rank(
+    h: Row, A: np.ndarray, B: np.ndarray, c: Row | None = None, strength: float = 1.0
+) -> Row:
+    """A [r, hidden], B [hidden, r], c [r]: all of them read the row as it is."""
+    read = A @ h if c is None else A @ h + c
+    return h + strength * (B @ read)
+
+
 def normalize(h: Row, norm: float) -> Row:
     """`norm` is that of the row as it arrived at the point. A zero row has no direction to keep."""
     return h if not h.any() else norm / np.linalg.norm(h) * h
@@ -112,7 +120,9 @@ def apply_point(
         g = 1.0
         if "gate" in op:
             asked = op["gate"]
-            g = gate(h, *(asked[name] for name in ("probe", "threshold", "sharpness")))
+            # A feature's gate is of the row that the feature reads.
+            judged = read if op["op"] == "feature" else h
+            g = gate(judged, *(asked[name] for name in ("probe", "threshold", "sharpness")))
             if asked.get("when", "row") == "last_prompt":
                 if position == num_prompt - 1:
                     decided[index] = g
@@ -155,6 +165,8 @@ def _changed(h: Row, arrived: Row, read: Row, op: Mapping[str, Any], position: i
             return swap(h, **given)
         case "feature":
             return feature(h, read, **given)
+        case "low_rank":
+            return low_rank(h, **given)
     raise ValueError(op["op"])
 
 

@@ -24,7 +24,7 @@ from vllm.v1.interventions.terms import Term
 from vllm.v1.steering_formula import Scalars
 
 POINT, LAYER = "post_block", 1
-MAX_TERMS = 8
+MAX_TERMS = 24
 LENGTH = 9
 """Rows of a made-up request."""
 FAMILIES = frozenset({*STREAM_OPERATIONS, "gate"})
@@ -100,6 +100,15 @@ class Maker:
             **changes[self.rng.integers(3)],
         }
 
+    def low_rank(self, rank: int) -> dict[str, Any]:
+        """One that moves a row by about its own size, of columns that overlap."""
+        return {
+            "A": torch.stack([self.direction() for _ in range(rank)]),
+            "B": torch.stack([self.direction() for _ in range(rank)], 1) / self.hidden / rank**0.5,
+            "c": self.size / self.hidden**0.5 * torch.from_numpy(self.rng.standard_normal(rank)),
+            "strength": self.number(),
+        }
+
     def op(self, name: str, **more: Any) -> dict[str, Any]:
         lo = self.number() * self.size / 4
         fields: dict[str, Callable[[], dict[str, Any]]] = {
@@ -121,6 +130,7 @@ class Maker:
             "normalize": lambda: {},
             "swap": lambda: {"direction": self.direction(), "other": self.direction()},
             "feature": lambda: self.feature(lo),
+            "low_rank": lambda: self.low_rank(int(self.rng.integers(1, 5))),
         }
         return entry(name, **(fields[name]() | more))
 
@@ -166,14 +176,14 @@ class Site:
         self.tables = self._lay_out(list(programs), families)
 
     def _program(self, position: int) -> tuple[int, ...]:
-        columns = [self._term(op, position) for op in self.ops]
+        columns = [column for op in self.ops for column in self._columns(op, position)]
         return tuple(columns + [0] * (MAX_TERMS - len(columns)))
 
-    def _term(self, op: Op, position: int) -> int:
-        term = op.term_at(position)
-        if term is None and op.frozen and position == self.num_prompt - 1:
-            term = op.terms[0].deciding()
-        return 0 if term is None else self._place(term)
+    def _columns(self, op: Op, position: int) -> list[int]:
+        terms = op.terms_at(position)
+        if not terms and op.frozen and position == self.num_prompt - 1:
+            terms = op.deciding()
+        return [self._place(term) for term in terms] or [0] * op.width
 
     def _place(self, term: Term) -> int:
         if term.digest not in self._terms:
@@ -213,7 +223,7 @@ class Site:
             gates=torch.full((len(programs), MAX_TERMS), float("nan")),
             norms=True,
             gated="gate" in families,
-            encodes="feature" in families,
+            encodes=bool({"feature", "low_rank"} & families),
         )
         return on_device(tables, self.device)
 

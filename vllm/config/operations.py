@@ -57,6 +57,11 @@ class Operation:
     length 1; "" if there is none."""
     reads: str = ""
     """The key of the direction that it reads the row by; "" if it reads by its vector."""
+    shift: str = ""
+    """The key of what is added to what it reads; "" if there is none."""
+    ranked: bool = False
+    """True if what it reads by, its vector and its shift are of many terms, which act at once: [r,
+    hidden], [hidden, r] and [r]."""
     rows: bool = False
     """True if `values`, one vector for each of `positions`, may stand in place of the vector."""
     one_of: tuple[str, ...] = ()
@@ -79,7 +84,8 @@ class Operation:
     @property
     def optional(self) -> tuple[str, ...]:
         """Keys that may be left out, beside those of every operation."""
-        return tuple(n.key for n in self.numbers if n.default is not None)
+        numbers = (n.key for n in self.numbers if n.default is not None)
+        return tuple(filter(None, (self.shift, *numbers)))
 
     @property
     def of_norms(self) -> bool:
@@ -115,6 +121,7 @@ _FEATURE = (
     Number("only_if_active", 0.0, ("active",), flag=True),
 )
 _MIRROR = (("strength", 2.0), *_ZERO)
+_LINEAR = (("above", -INF), *_ZERO)
 
 _LISTED = (
     Operation(
@@ -158,6 +165,17 @@ _LISTED = (
         one_of=("value", "add"),
         also=("clamp_feature", "latent", "sae"),
     ),
+    Operation(
+        "low_rank",
+        (_STRENGTH,),
+        _LINEAR,
+        vector="B",
+        reads="A",
+        shift="c",
+        ranked=True,
+        scaled="strength",
+        also=("linear_map", "lora", "loreft", "lowrank", "reft"),
+    ),
     Operation("scale", (_FACTOR,), on_stream=False, on_heads=True),
 )
 OPERATIONS = {operation.name: operation for operation in _LISTED}
@@ -172,5 +190,7 @@ STREAM_OPERATIONS = tuple(o.name for o in OPERATIONS.values() if o.on_stream)
 HEAD_OPERATIONS = tuple(o.name for o in OPERATIONS.values() if o.on_heads)
 """Names of operations on heads of attention, which are sums and factors and no terms."""
 
-VECTORS = tuple(dict.fromkeys(k for o in _LISTED for k in (o.reads, o.vector, o.other) if k))
+VECTORS = tuple(
+    dict.fromkeys(k for o in _LISTED for k in (o.reads, o.vector, o.other, o.shift) if k)
+)
 """Keys under which operations have vectors."""

@@ -15,7 +15,7 @@ from vllm.config.utils import config
 FAMILIES = (*OPERATIONS, "focus", "gate")
 """Families that an engine can be started with: the operations, and gates on them."""
 
-SCHEMA = 7
+SCHEMA = 8
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 
@@ -63,10 +63,10 @@ class SteeringConfig:
 
     steering_families: list[str] = Field(default_factory=lambda: ["add"], min_length=1)
     """Families that requests may use in `steering`, of add, norm_match, ablate, clamp, pin,
-    replace, normalize, swap, feature, gate (any of these times a sigmoid of a probe), scale, of
-    heads at z, and focus, of weights of attention, which needs q and z among capture_points; "all"
-    is all but focus. Any family other than add, scale and focus puts an op at every steered site,
-    and focus puts one in every layer.
+    replace, normalize, swap, feature, low_rank, gate (any of these times a sigmoid of a probe),
+    scale, of heads at z, and focus, of weights of attention, which needs q and z among
+    capture_points; "all" is all but focus. Any family other than add, scale and focus puts an op at
+    every steered site, and focus puts one in every layer.
     """
 
     max_steering_rows: int = Field(default=1024, ge=1, le=1 << 20)
@@ -74,7 +74,7 @@ class SteeringConfig:
     probe. Further requests wait. Costs nothing unless there are families beside add."""
 
     max_steering_ops: int = Field(default=4, ge=1, le=64)
-    """Most ops of one request at one point of one layer."""
+    """Most ops of one request at one point of one layer; low_rank is as many as its rank."""
 
     max_request_work: int = Field(default=1 << 23, ge=1 << 10)
     """Work that the fields of one request may come to, those of capture included, in units of about

@@ -17,6 +17,7 @@ the term has an encoder, and `g` its gate (1 without one):
     normalize   renorm = 1                    v zeros
     swap        strength = 2, lo = hi = 0     v of length 1, along the difference of two directions
     feature     constant = add, lo = hi = value, strength    v the decoder
+    low_rank    strength, lo = hi = 0         v a column of B: a term for each of them
 
 With an encoder `e`, `a` is the activation of a feature of a sparse autoencoder, and with `active`
 the change is 0 where `a` is:
@@ -24,13 +25,19 @@ the change is 0 where `a` is:
     a = z where z = b.e + bias > above, else 0
 
 where `b` is the row before the first of the terms with encoders that follow each other: features
-act at once, each on what the autoencoder read, and what it did not reconstruct is kept.
+act at once, each on what the autoencoder read, and what it did not reconstruct is kept. A term of
+low_rank is one without a threshold (`above` is -inf), whose encoder is a row of -A and whose bias
+is a number of -c: its change is strength (A h + c) times a column of B. The first of its terms
+`opens` and the last one `closes` what is read at once, which is no other operation's then.
 
     g = sigmoid(sharpness (h.probe - threshold))
 
+Gates of terms with encoders are decided on `b`, too.
+
 Where they come from: add, Turner et al. 2023 (arXiv:2308.10248); ablate with strength 1, Arditi et
 al. 2024 (arXiv:2406.11717); swap, the reflection of Householder 1958 that takes one direction to
-the other; activations by ReLU (above 0) and JumpReLU, Rajamanoharan et al. 2024 (arXiv:2407.14435).
+the other; activations by ReLU (above 0) and JumpReLU, Rajamanoharan et al. 2024 (arXiv:2407.14435);
+low_rank, the form that LoReFT has, Wu et al. 2024 (arXiv:2404.03592), R^T (W h + b - R h).
 """
 
 from typing import NamedTuple
@@ -56,6 +63,10 @@ class Scalars(NamedTuple):
     above: float = 0.0
     active: float = 0.0
     """1 if it acts only where its feature is active."""
+    opens: float = 0.0
+    """1 if it reads the row as it is, and not as the terms with encoders before it found it."""
+    closes: float = 0.0
+    """1 if the next term reads the row anew."""
     lane: float = -1.0
     """Index of the lane that it acts on, where the stream has several; -1 for each lane by
     itself."""

@@ -58,7 +58,7 @@ class TermTables:
     gated: bool
     """True if the engine has gates."""
     encodes: bool
-    """True if the engine has feature."""
+    """True if the engine has operations with encoders: feature or low_rank."""
 
 
 def steer_terms(
@@ -185,6 +185,9 @@ def _steer_tokens(
     read = rows.clone() if terms.encodes else rows
     for column, term in enumerate(terms.programs[program].long().unbind(1)):
         acting = (term > 0).nonzero().squeeze(1)
+        if terms.encodes:
+            opens = (term > 0) & (terms.scalars[term, _COLUMN["opens"]] != 0)
+            read = torch.where(opens[:, None], rows, read)
         if acting.numel():
             kept = None if norm is None else norm[acting]
             rows[acting] = _apply_term(
@@ -192,7 +195,8 @@ def _steer_tokens(
             )
         if terms.encodes:
             # A column whose operation does not act on a token does not part two features.
-            follows = (term == 0) | (terms.encoders[term] > 0)
+            closes = terms.scalars[term, _COLUMN["closes"]] != 0
+            follows = (term == 0) | ((terms.encoders[term] > 0) & ~closes)
             read = torch.where(follows[:, None], read, rows)
     h[tokens] = rows.to(h.dtype)
 
@@ -222,7 +226,10 @@ def _apply_term(
     amount = at["constant"] + torch.where(at["strength"] != 0, at["strength"] * change, 0.0)
     if terms.encodes:
         amount = torch.where((at["active"] != 0) & ~active, 0.0, amount)
-    gate = _gates(h, term, program, column, at, terms) if terms.gated else torch.ones_like(along)
+    gate = torch.ones_like(along)
+    if terms.gated:
+        judged = torch.where(encoder[:, None] > 0, read, h) if terms.encodes else h
+        gate = _gates(judged, term, program, column, at, terms)
     keep = 1.0 - gate * (at["replace"] + at["renorm"])
     if arrived_norm is not None:
         norm = _norms(h)
@@ -249,7 +256,8 @@ def _gates(
     at: dict[str, torch.Tensor],
     terms: TermTables,
 ) -> torch.Tensor:
-    """The gate of each row, float32 [n]; stores those that are decided here."""
+    """The gate of each row, float32 [n], by `h`, what it judges; stores those that are decided
+    here."""
     probe = terms.probes[term].long()
     value = torch.sigmoid(
         at["sharpness"] * ((h * terms.vectors[probe]).sum(dim=1) - at["threshold"])
@@ -284,6 +292,8 @@ if HAS_TRITON:
     _BIAS = tl.constexpr(_COLUMN["bias"])
     _ABOVE = tl.constexpr(_COLUMN["above"])
     _ACTIVE = tl.constexpr(_COLUMN["active"])
+    _OPENS = tl.constexpr(_COLUMN["opens"])
+    _CLOSES = tl.constexpr(_COLUMN["closes"])
     _FROZEN = tl.constexpr(_COLUMN["frozen"])
     _HUGE, _TINY, _SHRINK = tl.constexpr(HUGE), tl.constexpr(TINY), tl.constexpr(SHRINK)
 
@@ -345,8 +355,11 @@ if HAS_TRITON:
                 at = scalars + term * scalars_stride
                 v = tl.load(vectors + term * vectors_stride + cols, mask=mask, other=0.0)
                 along = tl.sum(row * v)
+                judged = row
                 if ENCODES:
+                    read = tl.where(tl.load(at + _OPENS) != 0, row, read)
                     encoder = tl.load(encoders + term).to(tl.int64)
+                    judged = tl.where(encoder > 0, read, row)
                     e = tl.load(vectors + encoder * vectors_stride + cols, mask=mask, other=0.0)
                     before = tl.sum(read * e) + tl.load(at + _BIAS)
                     above = tl.load(at + _ABOVE)
@@ -363,7 +376,7 @@ if HAS_TRITON:
                     probe = tl.load(probes + term).to(tl.int64)
                     if probe > 0:
                         p = tl.load(vectors + probe * vectors_stride + cols, mask=mask, other=0.0)
-                        score = tl.sum(row * p) - tl.load(at + _THRESHOLD)
+                        score = tl.sum(judged * p) - tl.load(at + _THRESHOLD)
                         gate = tl.sigmoid(tl.load(at + _SHARPNESS) * score)
                         if tl.load(at + _FROZEN) != 0:
                             if DECIDING:
@@ -382,7 +395,8 @@ if HAS_TRITON:
                     amount = tl.where(shut, 0.0, amount)
                 row = tl.where(keep != 0, keep * row, 0.0) + (gate * amount) * v
                 if ENCODES:
-                    read = tl.where(encoder > 0, read, row)
+                    kept = (encoder > 0) & (tl.load(at + _CLOSES) == 0)
+                    read = tl.where(kept, read, row)
         tl.store(h + token * h_stride + cols, row.to(h.dtype.element_ty), mask=mask)
 
     def steer_rows_triton(

@@ -16,6 +16,7 @@ from vllm.v1.interventions.errors import need_family, show
 from vllm.v1.interventions.focus import FOCUS
 from vllm.v1.interventions.given import Given, Select
 from vllm.v1.interventions.likely import first_likely
+from vllm.v1.interventions.low_rank import read_low_rank
 from vllm.v1.interventions.named_features import probe_written_out, written_out
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.positions import ALL, Positions
@@ -39,13 +40,21 @@ class Op:
     positions: Positions | None
     """Positions at which the operation acts; None for all."""
     terms: list[Term]
-    """One term; with `values` of two dimensions one for each of `positions`, ascending."""
+    """Those of the operation, which act one after the other on a row; if `each`, one for each of
+    `positions`, ascending."""
     frozen: bool
     """True if its gate is decided once, at the last prompt row. It acts from there on; if not
-    on that row itself, the row needs `terms[0].deciding()`."""
+    on that row itself, the row needs `deciding()`."""
     heads: dict[Site, tuple[int, ...]] = field(default_factory=dict)
     """At points of attention, which heads of each site: `()` for all, with a vector of the whole
     row, else the vector is of one head."""
+    each: bool = False
+    """True if `terms` are one for each of `positions`, of `values` of two dimensions."""
+
+    @property
+    def width(self) -> int:
+        """How many terms act on a row, each of which is one of `max_steering_ops`."""
+        return 1 if self.each else len(self.terms)
 
     @property
     def gated(self) -> bool:
@@ -54,17 +63,21 @@ class Op:
 
     def parts(self) -> list[tuple[Term, Positions]]:
         """Each term, and where it acts."""
-        if len(self.terms) == 1:
-            return [(self.terms[0], self.positions or ALL)]
+        if not self.each:
+            return [(term, self.positions or ALL) for term in self.terms]
         assert self.positions is not None
         places = self.positions.array().tolist()
         return [(t, Positions.of([p])) for t, p in zip(self.terms, places, strict=True)]
 
-    def term_at(self, position: int) -> Term | None:
-        """The term that acts at a position; None where the operation does not act."""
+    def terms_at(self, position: int) -> list[Term]:
+        """The terms that act at a position; none where the operation does not act."""
         if self.positions is not None and position not in self.positions:
-            return None
-        return self.terms[0] if len(self.terms) == 1 else self.terms[self._rank[position]]
+            return []
+        return [self.terms[self._rank[position]]] if self.each else self.terms
+
+    def deciding(self) -> list[Term]:
+        """What decides the gate at the last prompt row where the operation does not act on it."""
+        return [term.deciding() for term in self.terms[: self.width]]
 
     @cached_property
     def _rank(self) -> dict[int, int]:
@@ -118,11 +131,12 @@ def parse_ops(
     for entry in given.entries(_LIST):
         if others(entry.value, entry.path):
             continue
-        op = _Entry(written_out(entry, shape), shape, families).parse(select)
-        at_site.update(() if op.heads else op.sites)
-        for point, layer in op.sites:
+        op = _Entry(written_out(entry, shape), shape, families, max_terms).parse(select)
+        for point, layer in () if op.heads else op.sites:
+            at_site[point, layer] += op.width
             if at_site[point, layer] > max_terms:
-                entry.refuse(f"is one operation more than {max_terms} at {point} {layer}")
+                come = f"comes to {at_site[point, layer]} ops at {point} {layer}"
+                entry.refuse(f"{come}, the engine has max_steering_ops={max_terms}")
         ops.append(op)
     return ops
 
@@ -133,8 +147,11 @@ _LIST = "must be a list of operations, got {given}"
 class _Entry:
     """One operation as the user wrote it."""
 
-    def __init__(self, entry: Given, shape: TapShape, families: frozenset[str]) -> None:
+    def __init__(
+        self, entry: Given, shape: TapShape, families: frozenset[str], max_terms: int
+    ) -> None:
         entry.mapping()
+        self.max_terms = max_terms
         self.given = entry
         self.shape = shape
         self.families = families
@@ -161,15 +178,35 @@ class _Entry:
             positions = self.after_decision(positions, select)
         numbers = self.numbers(operation)
         scalars = Scalars(**numbers, **gate.scalars, lane=float(self.lane))
-        encoder = self.encoder(operation)
-        if self.has_rows():
+        if operation.ranked:
+            terms = self.ranked(operation, scalars, gate.probe)
+            return Op(operation.name, sites, positions, terms, frozen)
+        encoder, each = self.encoder(operation), self.has_rows()
+        if each:
             assert positions is not None
             vectors = self.rows(operation, numbers, positions, select)
         else:
             key = "values" if "values" in self.given else operation.vector
             vectors = [self.vector(operation, numbers, self.given[key])]
         terms = [make_term(scalars, vector, gate.probe, encoder) for vector in vectors]
-        return Op(operation.name, sites, positions, terms, frozen, heads)
+        return Op(operation.name, sites, positions, terms, frozen, heads, each)
+
+    def ranked(self, operation: Operation, scalars: Scalars, probe: bytes) -> list[Term]:
+        """The terms of an operation of matrices."""
+        keys = (operation.reads, operation.vector, operation.shift)
+        reads, vector, shift = (self.given[key] for key in keys)
+        made = read_low_rank(reads, vector, shift, self.width, self.max_terms)
+        self.need_range(made.B, vector)
+        pack_float32(made.c, shift.path)
+        return [
+            make_term(
+                made.numbers(i, scalars),
+                self.in_lanes(pack_float32(column, vector.path)),
+                probe,
+                self.in_lanes(pack_float32(-row, reads.path)),
+            )
+            for i, (row, column) in enumerate(zip(made.A, made.B.T, strict=True))
+        ]
 
     def heads(self, operation: Operation) -> dict[Site, tuple[int, ...]]:
         """`Op.heads` of an entry at z; `width` becomes that of its vectors."""

@@ -12,6 +12,9 @@ import msgspec
 
 from vllm.v1.steering_formula import Scalars
 
+_DECIDING = ("threshold", "sharpness", "frozen", "opens", "closes")
+"""Numbers of a term that decides and changes nothing: those of the gate, and what it reads."""
+
 
 class Term(msgspec.Struct, frozen=True):
     """One operation on a row. Two terms of one digest do the same."""
@@ -50,7 +53,7 @@ class Term(msgspec.Struct, frozen=True):
     def deciding(self) -> "Term":
         """A term with this gate and no change: for a last prompt row that only decides."""
         gate = self.scalars._asdict()
-        kept = {name: gate[name] for name in ("threshold", "sharpness", "frozen")}
+        kept = {name: gate[name] for name in _DECIDING}
         return make_term(Scalars(**kept), bytes(len(self.vector)), self.probe, self.encoder)
 
 

@@ -103,7 +103,7 @@ def load(path: str | Path, shape: TapShape, config: SteeringConfig = ANY_FAMILY)
     """
     file, suffix = str(path), Path(path).suffix.lower()
     found = need_file(path)
-    most = _most_bytes(shape) * (_DIGITS if suffix == _JSON else 1)
+    most = _most_bytes(shape, config.max_steering_ops) * (_DIGITS if suffix == _JSON else 1)
     if found.st_size > most:
         reject(file, f"has {found.st_size} bytes, a module of this model has at most {most}")
     try:
@@ -158,11 +158,9 @@ def parse_safetensors(data: bytes, where: str, shape: TapShape, config: Steering
     Raises:
         ValueError: as `load`.
     """
-    if len(data) > _most_bytes(shape):
-        reject(
-            where,
-            f"has {len(data)} bytes, a module of this model has at most {_most_bytes(shape)}",
-        )
+    most = _most_bytes(shape, config.max_steering_ops)
+    if len(data) > most:
+        reject(where, f"has {len(data)} bytes, a module of this model has at most {most}")
     try:
         content = _safetensors(data, shape)
     except Exception as error:  # whatever a library makes of bytes that may be anything
@@ -186,7 +184,7 @@ def save(path: str | Path, source: Module | Mapping[str, Any], model_hint: str =
     """
     module = _module_of(source)
     for op in module.ops:
-        if op.term.scalars.lane >= 0:
+        if op.terms[0].scalars.lane >= 0:
             reject(str(path), f"has no lanes, and {op.name} acts on one: keep the module as JSON")
     vectors = {
         f"{tier}.{point}.{layer}": row
@@ -199,7 +197,7 @@ def save(path: str | Path, source: Module | Mapping[str, Any], model_hint: str =
         metadata |= {"steering_format": OPS_VERSION, "ops": ops}
         vectors |= of_ops
     sizes = [len(row) for name, row in vectors.items() if name.split(".")[1] in STREAM_POINTS]
-    sizes += [len(op.term.vector) // 4 for op in module.ops if not op.heads]
+    sizes += [len(op.terms[0].vector) // 4 for op in module.ops if not op.heads]
     if sizes:  # rows of heads may have any width
         metadata["hidden_size"] = str(sizes[0])
     # `save_file` would say of a full disk something that is no OSError.
@@ -237,15 +235,15 @@ def export_gguf(path: str | Path, source: Module | Mapping[str, Any], model_hint
     _write(path, lambda unfinished: write_gguf(unfinished, model_hint, rows))
 
 
-def _most_bytes(shape: TapShape) -> int:
-    """Return the size of a file with a float64 vector for all sites and tiers of the model, and for
-    an operation with a gate at each."""
+def _most_bytes(shape: TapShape, num_ops: int = 0) -> int:
+    """Return the size of a file with a float64 vector for all sites and tiers of the model, and two
+    for each of some operations at each site: what it reads by, or a gate's probe, and its own."""
     sites = [
         (point, n)
         for n, layer in shape.layers.items()
         for point in (*layer.points, *layer.inputs, RETURNED)
     ]
-    return _HEADERS + 8 * (len(TIERS) + 2) * sum(map(shape.row_width, sites))
+    return _HEADERS + 8 * (len(TIERS) + 2 * num_ops) * sum(map(shape.row_width, sites))
 
 
 def _module_of(source: Module | Mapping[str, Any]) -> Module:

@@ -47,7 +47,8 @@ class ModuleOp(msgspec.Struct, frozen=True):
     name: str
     """The operation's name, such as "ablate"."""
     sites: list[Site]
-    term: Term
+    terms: list[Term]
+    """Those of the operation, which act one after the other; all have one gate and one strength."""
     frozen: bool
     """True if its gate is decided at the last prompt token."""
     heads: dict[Site, tuple[int, ...]] = {}
@@ -62,22 +63,26 @@ class ModuleOp(msgspec.Struct, frozen=True):
         Raises:
             ValueError: the operation has no scale, or it becomes too large.
         """
-        term = self.term
+        terms = self.terms
         if scale != 1:
             field = OPERATIONS[self.name].scaled
             if not field:
                 scaled = ", ".join(o.name for o in OPERATIONS.values() if o.scaled)
                 reject(path, f"scale {scale:g}: its {self.name} has no scale, only {scaled} have")
-            number = Given(term.scalars._asdict()[field] * scale, path).number()
-            scalars = term.scalars._replace(**{field: number})
-            term = make_term(scalars, term.vector, term.probe, term.encoder)
-            largest = float(np.abs(np.frombuffer(term.vector, np.float32)).max())
-            if not largest * abs(term.scalars.constant) <= torch.finfo(shape.torch_dtype).max:
-                reject(path, f"overflows {shape.dtype}")
+            terms = [self._scaled(term, field, scale, path, shape) for term in terms]
         decided = Positions([(num_prompt_tokens - 1, END)])
         return Op(
-            self.name, self.sites, decided if self.frozen else None, [term], self.frozen, self.heads
+            self.name, self.sites, decided if self.frozen else None, terms, self.frozen, self.heads
         )
+
+    @staticmethod
+    def _scaled(term: Term, field: str, scale: float, path: str, shape: TapShape) -> Term:
+        number = Given(term.scalars._asdict()[field] * scale, path).number()
+        scalars = term.scalars._replace(**{field: number})
+        largest = float(np.abs(np.frombuffer(term.vector, np.float32)).max())
+        if not largest * abs(scalars.constant) <= torch.finfo(shape.torch_dtype).max:
+            reject(path, f"overflows {shape.dtype}")
+        return make_term(scalars, term.vector, term.probe, term.encoder)
 
 
 class Told(TypedDict):
@@ -160,7 +165,9 @@ def make_module(
     with np.errstate(over="ignore"):  # looked at below
         sets = {t: vector_set_of(tiers[t]) for t in TIERS if tiers.get(t)}
         listed = [f"{tier}={vector_set.digest}" for tier, vector_set in sets.items()]
-        listed += [f"{op.name}:{op.sites}:{op.term.digest}:{op.frozen}:{op.heads}" for op in ops]
+        for op in ops:
+            digests = ",".join(term.digest for term in op.terms)
+            listed.append(f"{op.name}:{op.sites}:{digests}:{op.frozen}:{op.heads}")
         module = Module(hashlib.sha256(";".join(listed).encode()).hexdigest(), sets, ops)
         for vector_set in (*sets.values(), *module.phases.values()):
             if not np.isfinite(vector_set.largest):
@@ -220,7 +227,7 @@ def parse_module_ops(
     families = frozenset(config.steering_families)
     # Where a gate is decided is known in the request.
     ops = parse_ops(value, path, shape, families, lambda *_: ALL, config.max_steering_ops)
-    return [ModuleOp(op.name, op.sites, op.terms[0], op.frozen, op.heads) for op in ops]
+    return [ModuleOp(op.name, op.sites, op.terms, op.frozen, op.heads) for op in ops]
 
 
 def no_positions(value: Any, path: str) -> NoReturn:

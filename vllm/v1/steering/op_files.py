@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.config.operations import OPERATIONS, VECTORS
+from vllm.config.operations import OPERATIONS, VECTORS, Operation
+from vllm.v1.interventions.low_rank import low_rank_of
+from vllm.v1.interventions.terms import Term
 from vllm.v1.steering.modules import ModuleOp
 
 
@@ -16,19 +18,21 @@ def split_ops(ops: Sequence[ModuleOp]) -> tuple[str, dict[str, np.ndarray]]:
     """Make JSON of operations without their vectors.
 
     Returns:
-        The JSON, and float32 [hidden] by name: `ops.{i}.direction`, `ops.{i}.probe`.
+        The JSON, and float32 [hidden] by name: `ops.{i}.direction`, `ops.{i}.probe`; of operations
+        of matrices these.
     """
     entries, tensors = [], {}
     for i, op in enumerate(ops):
         entry, vectors = _entry(op)
         entries.append(entry)
-        tensors.update({f"ops.{i}.{key}": np.frombuffer(v, np.float32) for key, v in vectors})
+        tensors.update({f"ops.{i}.{key}": vector for key, vector in vectors.items()})
     return json.dumps(entries), tensors
 
 
-def _entry(op: ModuleOp) -> tuple[dict[str, Any], list[tuple[str, bytes]]]:
+def _entry(op: ModuleOp) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """An operation as a request says it, and its vectors."""
-    numbers = op.term.scalars
+    term = op.terms[0]
+    numbers = term.scalars
     points = list(dict.fromkeys(point for point, _ in op.sites))
     layers = list(dict.fromkeys(layer for _, layer in op.sites))
     # Else some layers lack a point, which only "all" passes over.
@@ -44,17 +48,27 @@ def _entry(op: ModuleOp) -> tuple[dict[str, Any], list[tuple[str, bytes]]]:
             del entry["layers"]
     operation = OPERATIONS[op.name]
     entry |= operation.written(numbers._asdict())
-    vectors = [(operation.vector, op.term.vector)] if operation.vector else []
-    if operation.reads:
-        vectors.append((operation.reads, op.term.encoder))
-    if operation.other:  # the same line
-        vectors.append((operation.other, (-np.frombuffer(op.term.vector, np.float32)).tobytes()))
-    if op.term.probe:
+    vectors = _matrices(operation, op.terms) if operation.ranked else _vectors(operation, term)
+    if term.probe:
         when = "last_prompt" if op.frozen else "row"
         gate = {"threshold": numbers.threshold, "sharpness": numbers.sharpness, "when": when}
         entry["gate"] = gate
-        vectors.append(("probe", op.term.probe))
+        vectors["probe"] = np.frombuffer(term.probe, np.float32)
     return entry, vectors
+
+
+def _vectors(operation: Operation, term: Term) -> dict[str, np.ndarray]:
+    vector = np.frombuffer(term.vector, np.float32)
+    encoder = np.frombuffer(term.encoder, np.float32)
+    # The other of two directions: the same line.
+    named = {operation.vector: vector, operation.reads: encoder, operation.other: -vector}
+    return {key: values for key, values in named.items() if key}
+
+
+def _matrices(operation: Operation, terms: Sequence[Term]) -> dict[str, np.ndarray]:
+    made = low_rank_of(terms)
+    named = {operation.vector: made.B, operation.reads: made.A}
+    return named | ({operation.shift: made.c} if made.c.any() else {})
 
 
 def joined_ops(text: str, tensors: dict[str, torch.Tensor]) -> list[Any]:

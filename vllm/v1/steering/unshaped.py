@@ -4,10 +4,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vllm.config.operations import OPERATIONS
 from vllm.config.points import INPUT_POINTS, STREAM_POINTS
 from vllm.config.steering import FAMILIES, SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.given import Given
+from vllm.v1.interventions.low_rank import num_rows
 from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.values import is_array, plain, plain_list
 from vllm.v1.steering.modules import FIELDS, Module, parse_module
@@ -53,7 +55,12 @@ def _vectors(given: Mapping[str, Any], path: str) -> Iterator[Any]:
         if isinstance(op, Mapping):
             _need_numbers(op.get("layers"), f"{path}.ops[{i}].layers")
             _need_numbers(op.get("point"), f"{path}.ops[{i}].point")
-            yield from (op.get("vector"), op.get("direction"))
+            operation = OPERATIONS.get(str(plain(op.get("op"))))
+            if operation is not None and operation.ranked:
+                rows = op.get(operation.reads)
+                yield rows[0] if num_rows(Given(rows, path)) else None
+            elif operation is not None:
+                yield op.get(operation.vector)
 
 
 def _items(value: Any) -> Any:

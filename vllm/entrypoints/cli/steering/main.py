@@ -33,10 +33,10 @@ no weights are read and no engine is started. Exit status 2 when it cannot be, w
 
 
 CONVERT = """Write a module's file from vectors of another tool (.gguf of repeng, llama.cpp and
-EasySteer, .pt, .pth, .npz, .svec or .json of CAST), or a file for --capture-lens from a published
-Jacobian lens (.pt with J, source_layers, d_model). What names its layers is taken as it is; --point
-is needed where the format does not say where its vectors act. Nothing in the file is run. Exit
-status 2 when it is none of them, with the file and the tensor."""
+EasySteer, .pt, .pth, .npz, .svec or .json of CAST; a folder of pyreft), or a file for
+--capture-lens from a published Jacobian lens (.pt with J, source_layers, d_model). What names its
+layers is taken as it is; --point is needed where the format does not say where its vectors act.
+Nothing in the file is run. Exit status 2 when it is none of them, with the file and the tensor."""
 
 
 class SteeringSubcommand(CLISubcommand):
@@ -154,13 +154,16 @@ def _check(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from vllm.entrypoints.cli.steering.convert import convert_lens
-    from vllm.entrypoints.cli.steering.vectors import OF_BLOCKS, convert_vectors
+    from vllm.entrypoints.cli.steering.vectors import OF_BLOCKS, convert_reft, convert_vectors
 
     # Of torch's files a lens says where it reads; vectors do not say where they act.
     is_torch = args.source.suffix.lower() not in (*OF_BLOCKS, ".npz")
-    is_lens = is_torch and args.point is None and args.layers is None
+    is_folder = args.source.is_dir()
+    is_lens = is_torch and not is_folder and args.point is None and args.layers is None
     try:
-        if is_lens:
+        if is_folder:
+            what, layers = "interventions of pyreft", convert_reft(args.source, args.out)
+        elif is_lens:
             what, layers = "a Jacobian lens", convert_lens(args.source, args.out)
         else:
             asked = args.point, args.layers, args.first_layer

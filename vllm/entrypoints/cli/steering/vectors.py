@@ -20,6 +20,7 @@ from vllm.v1.interventions.values import is_array
 from vllm.v1.steering.files import read_npz, save
 from vllm.v1.steering.gguf import read_gguf
 from vllm.v1.steering.json_modules import without_repeats
+from vllm.v1.steering.reft_files import module_of_reft
 
 _MOST_BYTES = 1 << 30
 """Most bytes of a file, and of what its arrays say that they hold."""
@@ -78,6 +79,23 @@ def convert_vectors(
         reject(file, "has no vectors")
     save(out, {point or "post_block": kept})
     return list(kept)
+
+
+def convert_reft(source: Path, out: Path) -> list[int]:
+    """Write the interventions in a folder that pyreft saved to `out`, a file that is not there yet.
+
+    Returns:
+        The layers at which they act.
+
+    Raises:
+        ValueError: the folder holds something else; the message names the file and the tensor.
+        OSError: a file cannot be read or written.
+    """
+    if out.suffix != ".safetensors" or out.exists():
+        reject(str(out), "must be a new file that ends with .safetensors")
+    module = module_of_reft(source)
+    save(out, module)
+    return sorted({op["layers"] for op in module["ops"]})
 
 
 def _by_layer(

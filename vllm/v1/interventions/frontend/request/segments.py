@@ -118,7 +118,7 @@ class SegmentBuilder:
                 self.on_heads += [_OnHeads(op, term, where) for term, where in op.parts()]
                 continue
             plain = op.name == "add" and not op.gated and not self.ops
-            if not plain or (len(op.terms) > 1 and config.has_ops):
+            if not plain or (op.each and config.has_ops):
                 self.ops.append(op)
                 continue
             for term, positions in op.parts():
@@ -128,7 +128,11 @@ class SegmentBuilder:
 
     def most_ops(self) -> int:
         """The longest list of ops at one site."""
-        return max(Counter(site for op in self.ops for site in op.sites).values(), default=0)
+        at_site: Counter[Site] = Counter()
+        for op in self.ops:
+            for site in op.sites:
+                at_site[site] += op.width
+        return max(at_site.values(), default=0)
 
     def plan(self, path: str, inherit: bool, config: SteeringConfig) -> SteeringPlan:
         """Cut all positions into segments, in each of which the same acts.
@@ -154,7 +158,7 @@ class SegmentBuilder:
             edges.add(decider)
         edges |= {edge for positions in where for edge in positions.flat() if edge < END}
         for op in self.ops:
-            if len(op.terms) > 1 and op.positions is not None:
+            if op.each and op.positions is not None:
                 edges |= set(op.positions.array().tolist())
         # What there is of a span at a position changes where its runs begin and end.
         edges |= {edge for focus in self.focused for edge in focus.op.runs if edge < END}
@@ -338,13 +342,15 @@ class _Programs:
     def __init__(self, builder: SegmentBuilder, path: str) -> None:
         self._ops = ops = builder.ops
         self._path, self._work = path, builder.work
-        # An op keeps its place in the list of its site: frozen gates are kept by place.
+        # A term keeps its place in the list of its site: frozen gates are kept by place.
         columns: dict[Site, list[int]] = {}
-        for i, op in enumerate(ops):
+        first = 0
+        for op in ops:
             for site in op.sites:
-                columns.setdefault(site, []).append(i)
+                columns.setdefault(site, []).extend(range(first, first + op.width))
+            first += op.width
         self.op_sites = [(site, columns[site]) for site in sorted(columns, key=site_order)]
-        self._differs = np.array([len(op.terms) > 1 for op in ops], dtype=bool)
+        self._differs = np.array([op.each for op in ops], dtype=bool)
         self.programs: dict[str, Program] = {}
         self.terms: dict[str, Term] = {}
 
@@ -360,9 +366,9 @@ class _Programs:
         chosen: list[Term | None] = []
         for op, on in zip(self._ops, acts, strict=True):
             if on:
-                chosen.append(op.term_at(first) if len(op.terms) > 1 else op.terms[0])
+                chosen += op.terms_at(first) if op.each else op.terms
             else:
-                chosen.append(op.terms[0].deciding() if op.frozen and decides else None)
+                chosen += op.deciding() if op.frozen and decides else [None] * op.width
         if not any(chosen):
             return UNSTEERED
         self.terms |= {t.digest: t for t in chosen if t is not None}

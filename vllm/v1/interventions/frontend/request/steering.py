@@ -97,7 +97,8 @@ class _Request:
         for path, module, scale in by_default + [(p, m, scale) for p, _, m, scale in named]:
             for phase, vector_set in module.phases.items():
                 self._segments.add_shared(vector_set, scale, self._segments.phases[phase])
-            self._prompt.work.charge(len(module.ops), Unit.SEGMENT, path)
+            num_terms = sum(len(op.terms) for op in module.ops)
+            self._prompt.work.charge(num_terms, Unit.SEGMENT, path)
             prompt = len(self._prompt.token_ids)
             ops = [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
             self._segments.operate(ops, self._config)
