@@ -34,7 +34,7 @@ class PointErrors:
 @dataclass(frozen=True)
 class HeadErrors:
     """The worst of q, k, v or z over all layers; relative L2 of one head's row. Or of embed, final,
-    a branch or what the MLP reads, of a position's row."""
+    a branch, what the MLP reads or a point within a branch, of a position's row."""
 
     read: float
     """Captured rows against those of the reference."""
@@ -72,12 +72,12 @@ class Result:
     """Log-probabilities with nothing steered or captured: upstream's own distance."""
     points: dict[str, PointErrors] = field(default_factory=dict)
     heads: dict[str, HeadErrors] = field(default_factory=dict)
-    """Of q, k, v, z and the weights of attention, attn; of embed, final, branches and mlp_in where
-    the engine offers them."""
+    """Of q, k, v, z and the weights of attention, attn; of embed, final, branches, mlp_in and
+    points within a branch where the engine offers them."""
     focus: FocusErrors | None = None
     without: dict[str, str] = field(default_factory=dict)
-    """Why there are no numbers of q, k, v, z, attn, focus or mlp_in. What is in none of these
-    three was not run."""
+    """Why there are no numbers of q, k, v, z, attn, focus, mlp_in or a point within a branch. What
+    is in none of these three was not run."""
     problem: str = ""
     """Why there are no numbers: what was raised."""
     seconds: float = 0.0
@@ -170,6 +170,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
     from vllm.config.points import CAPTURE_POINTS, HEAD_POINTS, STEERING_POINTS
 
     from . import models, pictures
+    from .added import inner_errors
     from .engine import engine
     from .focus import focus_errors
     from .runner import (
@@ -218,6 +219,9 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
             written = head_write_errors(llm, reference, logit_prompts[1], sorted(points))
             heads["z"] = replace(heads["z"], write=written[0], moved=written[1])
         heads |= other_errors(llm, reference, token_prompts, offered_others(shape))
+        inner = {point for layer in shape.layers.values() for point in layer.widths}
+        of_inner, without_inner = inner_errors(llm, reference, token_prompts, inner)
+        heads |= of_inner
         reading = [n for n, layer in shape.layers.items() if layer.inputs]
         if reading:
             written = input_write_errors(llm, reference, logit_prompts[1], reading)
@@ -229,6 +233,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
     without = {p: "unseen" if p in offered else "none" for p in HEAD_POINTS if p not in heads}
     if not reading:
         without["mlp_in"] = "none"
+    without |= without_inner
     for name, found, here in (
         ("attn", heads.get("attn"), readable),
         ("focus", focus, focusable),

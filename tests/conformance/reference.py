@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from .heads import recorded
+from .inner import first_of, hooked
 
 Site = tuple[str, int]
 """(point, global decoder layer index from 0)."""
@@ -72,18 +73,11 @@ class Adapter:
 
     def find_branch(self, block: nn.Module) -> nn.Module | None:
         """The module whose output is the attention branch; None when this block has none."""
-        return _first_of(block, self.branch)
+        return first_of(block, self.branch)
 
     def find_mlp(self, block: nn.Module) -> nn.Module | None:
         """The module that is the MLP; None when this block has none of that name."""
-        return _first_of(block, self.mlp)
-
-
-def _first_of(block: nn.Module, paths: Sequence[str]) -> nn.Module | None:
-    """The first of some submodules that a block has; None when it has none of them."""
-    names = {name for name, _ in block.named_modules()}
-    path = next((path for path in paths if path in names), None)
-    return None if path is None else block.get_submodule(path)
+        return first_of(block, self.mlp)
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,8 @@ class Forward:
     heads: dict[Site, torch.Tensor]
     """(point, layer) -> float32 [n, heads, width] of q, k, v and z, where the model shows them."""
     others: dict[Site, torch.Tensor]
-    """(point, layer) -> float32 [n, hidden] of embed, final, branches and what the MLP reads."""
+    """(point, layer) -> float32 [n, hidden] of embed, final, branches and what the MLP reads, and
+    [n, width] of the points within a branch."""
 
 
 class _Hooks:
@@ -245,6 +240,7 @@ def run(
                 sites.add(("post_attn", layer))
             if adapter.lanes == 1 and (mlp := adapter.find_mlp(block)) is not None:
                 handles.append(mlp.register_forward_pre_hook(hooks.before_mlp, with_kwargs=True))
+            handles += [] if adapter.loops else hooked(block, layer, others)
             for handle in handles:
                 stack.callback(handle.remove)
 

@@ -17,6 +17,7 @@ from typing import Any
 from patches.taps.rows import ALL_POINTS, WIRED, Idiom, Row
 from patches.taps.table import ROWS
 from tests import ROOT
+from vllm.config.points import INNER_POINTS
 
 from .checkpoints import QUANTISED, load_rows, section
 from .proof import RESULTS, Result, load_results
@@ -39,7 +40,8 @@ of every head (docs/attention.md), and *attn*: all weights, of every layer and t
 while a neighbouring head's are at least 0.05 away. *z written* and *focus*: log-probabilities while
 heads are steered, and while the weights of keys all over the sequence are multiplied by 64, or of
 half of the heads by 0: at most 1e-3, having moved them by at least 0.02. *mlp_in* and *mlp_in
-written*: the same of what the MLP reads, where a class has that point. There, **none**: the
+written*: the same of what the MLP reads, where a class has that point; *router_logits* and
+*mlp_act*: rows at these points within a branch. There, **none**: the
 model has no such thing, or its class of attention no such point; **unseen**: transformers does not
 show it, or takes no bias; **refused**: by vLLM Pilot, by name; **not run**: not compared since
 there is this column. Where the kernels
@@ -90,8 +92,9 @@ def render(
         "## Verified",
         "",
         "| architecture | layer class | idiom | points | plain | read | write | moved | q | k | v "
-        "| z | z written | attn | focus | mlp_in | mlp_in written | where | |",
-        "|---" * 19 + "|",
+        "| z | z written | attn | focus | mlp_in | mlp_in written "
+        f"| {' | '.join(INNER_POINTS)} | where | |",
+        "|---" * (19 + len(INNER_POINTS)) + "|",
     ]
     for result in sorted(good, key=lambda r: (r.architecture, r.name, r.where)):
         lines.append(_verified_line(result, by_key))
@@ -160,7 +163,8 @@ def _verified_line(result: Result, by_key: dict[str, Row]) -> str:
 
 
 def _of_branches(result: Result) -> list[str]:
-    """Cells of q, k, v, z, z written, attn, focus, mlp_in and mlp_in written."""
+    """Cells of q, k, v, z, z written, attn, focus, mlp_in, mlp_in written and the points within a
+    branch."""
     found = {point: heads.read for point, heads in result.heads.items()}
     written = {p: h.write for p, h in result.heads.items() if h.write is not None}
     found |= {f"{point} written": write for point, write in written.items()}
@@ -169,7 +173,10 @@ def _of_branches(result: Result) -> list[str]:
     why = result.without | {f"{point} written": why for point, why in result.without.items()}
     return [
         f"{found[name]:.0e}" if name in found else why.get(name, "not run").partition(":")[0]
-        for name in ("q", "k", "v", "z", "z written", "attn", "focus", "mlp_in", "mlp_in written")
+        for name in (
+            *("q", "k", "v", "z", "z written", "attn", "focus", "mlp_in", "mlp_in written"),
+            *INNER_POINTS,
+        )
     ]
 
 

@@ -178,8 +178,8 @@ def head_errors(
 def other_errors(
     llm: Engine, reference: Reference, token_prompts: Sequence[list[int]], points: Sequence[str]
 ) -> dict[str, HeadErrors]:
-    """Rows of embed, final, branches and what the MLP reads, where the engine offers them, at all
-    positions.
+    """Rows of embed, final, branches, what the MLP reads and points within a branch, where the
+    engine offers them, at all positions.
 
     Errors of branches are relative to the stream, which is what they are as precise as; how far
     apart they are is said of each position's row and its neighbour's.

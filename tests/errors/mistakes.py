@@ -112,6 +112,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             "mlp_out_post.5": "mlp_out",
             "mlp_in.5": "mlp_in",
             "value.5": "v",
+            "blocks.5.mlp.hook_post": "mlp_act",
+            "model.layers.5.mlp.down_proj.input": "mlp_act",
+            "model.layers.5.mlp.gate.output": "router_logits",
         }.items()
     ),
     (vectors({2: V}), "(a point stands before its layers"),

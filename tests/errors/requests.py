@@ -41,7 +41,10 @@ def hooks(value: Any) -> dict[str, Any]:
 
 
 STEERED = "pre_attn, z, post_attn, mlp_in, post_block"
-ALL = "embed, pre_attn, q, k, v, z, attn_out, post_attn, mlp_in, mlp_out, post_block, final"
+ALL = (
+    "embed, pre_attn, q, k, v, z, attn_out, post_attn, mlp_in, router_logits, mlp_act, mlp_out, "
+    "post_block, final"
+)
 HEADED = config_of(
     HEADS, capture_consumers=["inline", "logging"], capture_points=list(CAPTURE_POINTS)
 )
@@ -88,6 +91,15 @@ REQUESTS = [
     Case(
         path("steering_vectors.final", "'final'", "post_block of the last layer"),
         at(3, point="final"),
+    ),
+    Case(
+        path("steering_vectors.router_logits", "'router_logits'", "post_attn"),
+        at(1, point="router_logits"),
+    ),
+    Case(path("steering_vectors.mlp_act", "'mlp_act'", "post_block"), at(1, point="mlp_act")),
+    Case(
+        path(f"{HOOKS}.mlp_act", "'mlp_act'", "embed, pre_attn, post_attn, post_block"),
+        hooks({"mlp_act": "all"}),
     ),
     Case(
         path("steering[0].point", "'mlp_out'", "post_block"),

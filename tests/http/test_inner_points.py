@@ -69,8 +69,8 @@ def test_ends_and_branches(client: SteeringClient, reference: Reference, stream:
         np.testing.assert_allclose(rows.values, want[site], atol=bound)
         assert np.abs(rows.values - np.roll(want[site], 1, 0)).max() > 100 * bound, site
     captured = client.layers()["captured"]
-    assert captured["0"] == ["embed", "mlp_in", "attn_out", "mlp_out"]
-    assert captured[str(last)] == ["mlp_in", "attn_out", "mlp_out", "final"]
+    assert captured["0"] == ["embed", "mlp_in", "mlp_act", "attn_out", "mlp_out"]
+    assert captured[str(last)] == ["mlp_in", "mlp_act", "attn_out", "mlp_out", "final"]
     refused = greedy(steering_vectors={"final": {str(last): VECTOR}})
     with pytest.raises(SteeringError, match="'final' can only be captured"):
         client.complete(PROMPT, **refused)

@@ -133,6 +133,7 @@ def streams(model: Any, token_ids: list[int], call: Call) -> dict[tuple[str, int
             on_input(block.post_attention_layernorm, ("post_attn", layer))
             on_input(block.self_attn.o_proj, ("z", layer))
             on_input(block.mlp, ("mlp_in", layer))
+            on_input(block.mlp.down_proj, ("mlp_act", layer))
             for name, module in (("attn_out", block.self_attn), ("mlp_out", block.mlp)):
                 on_output(module, (name, layer), call.inside.get((name, layer)))
             on_output(block, ("post_block", layer), call.does.get(layer))

@@ -36,6 +36,7 @@ _LINES: dict[str, list[Call]] = {
             inside={("mlp_in", LAYER): add(1.0)},
         ),
     ],
+    "`blocks.N.mlp.hook_post`; `mlp.down_proj.input`": [Call(point="mlp_act")],
     "`blocks.N.attn.hook_rot_q`, `hook_rot_k`": [Call(point="q"), Call(point="k")],
     "`blocks.N.attn.hook_v`": [Call(point="v")],
     "`blocks.N.attn.hook_z`; `o_proj.input`": [Call(point="z")],

@@ -22,7 +22,7 @@ request waits until its own have room."""
 LOGIT = "logit"
 """The lens that is the model's own final norm and head."""
 
-SCHEMA = 5
+SCHEMA = 6
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 OverloadPolicy = Literal["block", "drop"]
@@ -40,8 +40,9 @@ class CaptureConfig:
 
     capture_points: list[str] = Field(default_factory=lambda: [*STREAM_POINTS, FINAL], min_length=1)
     """The points that can be captured, of pre_attn, post_attn and post_block, of q, k, v and z, the
-    heads of attention, of mlp_in, which the MLP reads, and final. Fewer cost less, but for final,
-    which costs nothing until it is asked for. Does not limit steering."""
+    heads of attention, of mlp_in, which the MLP reads, of mlp_act, the activations of a dense MLP,
+    of router_logits, by which experts are chosen, and final. Fewer cost less, but for final, which
+    costs nothing until it is asked for. Does not limit steering."""
 
     capture_buffer_bytes: int = Field(default=1 << 30, ge=1)
     """Device memory for the rows of one step; a GPU takes half as much again, from which they leave

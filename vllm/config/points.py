@@ -15,6 +15,7 @@ class Rows(Enum):
     STREAM = "of the residual stream"
     HEADS = "of the heads of attention"
     INPUT = "of what a branch reads, after its norm"
+    INNER = "of a module within a branch, of a width of their own"
     BRANCH = "of a branch, float32: the stream after it less the stream before it"
 
 
@@ -47,6 +48,12 @@ QUERIES = "q"
 RETURNED = "z"
 """Name of the point of attention that has what each head returns, and that can be steered."""
 
+ROUTER = "router_logits"
+"""Name of the point that has the logits by which a token's experts are chosen."""
+
+NEURONS = "mlp_act"
+"""Name of the point that has what the down projection of a dense MLP reads."""
+
 FINAL = "final"
 """Name of the point that the head reads, which has no tap: its rows are what the model returns."""
 
@@ -62,6 +69,8 @@ POINTS = {
         Point("attn_out", Rows.BRANCH, made_of=("post_attn", "pre_attn"), instead="post_attn"),
         Point("post_attn", Rows.STREAM, steered=True),
         Point("mlp_in", Rows.INPUT, steered=True),
+        Point(ROUTER, Rows.INNER, instead="post_attn"),
+        Point(NEURONS, Rows.INNER, instead="post_block"),
         Point("mlp_out", Rows.BRANCH, made_of=("post_block", "post_attn"), instead="post_block"),
         Point("post_block", Rows.STREAM, steered=True),
         Point(FINAL, Rows.STREAM, instead="post_block of the last layer"),
@@ -90,7 +99,10 @@ BLOCK_POINTS = tuple(p for p in STEERING_POINTS if p in (*STREAM_POINTS, *INPUT_
 HEAD_POINTS = tuple(p.name for p in POINTS.values() if p.rows is Rows.HEADS)
 """The points of an attention layer, whose rows are heads: what it gets, and what it returns."""
 
-RESIDUAL_POINTS = tuple(p for p in READ_POINTS if p not in HEAD_POINTS)
+INNER_POINTS = tuple(p.name for p in POINTS.values() if p.rows is Rows.INNER)
+"""The points of modules within a branch, whose rows are as wide as `LayerShape.widths` says."""
+
+RESIDUAL_POINTS = tuple(p for p in READ_POINTS if p not in (*HEAD_POINTS, *INNER_POINTS))
 """Names of the points whose rows are as wide as the residual stream."""
 
 ATTENTION_POINTS = (QUERIES, RETURNED)

@@ -96,6 +96,15 @@ class HeadTap:
         capture_rows(rows, self.arena, self.dest, self.switch)
 
 
+class InnerTap(HeadTap):
+    """What a module within a branch reads or makes, as of one head."""
+
+    def read(self, rows: torch.Tensor) -> None:
+        """Capture rows, [tokens, this rank's width]; the Transformers backend has them in one
+        batch, [1, tokens, this rank's width]."""
+        super().read(rows.flatten(0, -2))
+
+
 class HeadSteering:
     """Factors that multiply the heads of one layer and vectors that are added to them, for the
     requests of this step.

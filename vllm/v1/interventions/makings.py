@@ -57,7 +57,8 @@ class Rows(Source, frozen=True):
 
 
 class Heads(Source, frozen=True):
-    """Rows of some heads; of lanes, where the residual stream has several."""
+    """Rows of some heads; of lanes, where the residual stream has several; or of modules within a
+    branch, each of which counts as one head."""
 
     chosen: tuple[tuple[int, ...], ...]
     """Numbers of the heads of each site."""

@@ -25,6 +25,8 @@ class LayerShape(msgspec.Struct, frozen=True):
     """Its branches that are exactly the difference of two of its points."""
     inputs: tuple[str, ...] = ()
     """Its points of what its branches read."""
+    widths: dict[str, int] = {}
+    """Point of a module within a branch -> width of its rows, of all tensor-parallel ranks."""
     final: bool = False
     """True if it is the last and the head reads what the model returns, as it is."""
     unread: str = ""
@@ -91,6 +93,7 @@ class TapShape(msgspec.Struct, frozen=True):
             *layer.points,
             *layer.inputs,
             *layer.heads,
+            *layer.widths,
             *layer.branches,
             *(FINAL,) * layer.final,
         )
@@ -105,6 +108,8 @@ class TapShape(msgspec.Struct, frozen=True):
         point, layer = site[0], self.layer(site[1])
         if point in layer.heads:
             return layer.heads[point]
+        if point in layer.widths:
+            return 1, layer.widths[point]
         return self.lanes if point in layer.points else 1, self.hidden_size
 
     def row_width(self, site: Site) -> int:

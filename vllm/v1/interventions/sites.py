@@ -58,6 +58,8 @@ _NAMES = {
     "attentions_output",
     "post_attn": "resid_mid hook_mlp_in",
     "mlp_in": "mlp_input mlp.input ln2 ln_2 ln2.out ln2.output mlps_input",
+    "router_logits": "router router.output gate.output gate_logits",
+    "mlp_act": "post down_proj.input mlp_activation mlp_activations neurons",
     "mlp_out": "mlp mlp_output mlp.output mlp.out mlp_out_post mlps_output",
     "post_block": "resid_post block_output output layers.output h.output blocks.out residual "
     "residual_stream hidden_states layers_output",

@@ -20,6 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.interventions.worker.attention.layers import attention_of
+from vllm.v1.interventions.worker.inner import inner_rows
 from vllm.v1.interventions.worker.layers import (
     find_layers,
     head_reads_rows,
@@ -55,7 +56,7 @@ def list_points(args: argparse.Namespace) -> None:
         try:
             with torch.device("meta"), set_default_torch_dtype(dtype):
                 model = initialize_model(config)
-            heads = attention_of(find_layers(model))
+            heads, inner = attention_of(find_layers(model)), inner_rows(find_layers(model))
         finally:
             if alone:
                 cleanup_dist_env_and_memory()
@@ -90,6 +91,14 @@ def list_points(args: argparse.Namespace) -> None:
     for first, last, points in runs(sizes):
         where = _where(first, last)
         print(f"  heads of {where}, where --capture-points has them: {', '.join(points)}")
+    widths = {
+        index: tuple(f"{point} {rows.width}" for point, rows in of.items())
+        for index, of in inner.items()
+        if index in layers and not taps[index].loops
+    }
+    for first, last, points in runs(widths):
+        where = _where(first, last)
+        print(f"  within branches of {where}, where --capture-points has them: {', '.join(points)}")
     for first, last, points in runs({n: t.inputs for n, t in taps.items() if t.inputs}):
         where, named = _where(first, last), "--capture-points or --steering-points"
         print(f"  read by branches in {where}, where {named} has it: {', '.join(points)}")

@@ -74,7 +74,8 @@ async def state(request: Request) -> Response:
 @router.get("/layers")
 async def layers(request: Request) -> dict[str, Any]:
     """Return the model's shape: the points of each layer, the heads of its attention as [number,
-    width], what can be captured beside, and which points can be steered."""
+    width], what can be captured beside, the width of rows within its branches, and which points can
+    be steered."""
     config = _engine(request).vllm_config
     if (shape := config.tap_shape) is None:
         reject(
@@ -90,6 +91,7 @@ async def layers(request: Request) -> dict[str, Any]:
         "num_layers": len(shape.layers),
         "layers": {str(n): list(layer.points) for n, layer in layers},
         "heads": {str(n): layer.heads for n, layer in layers if layer.heads},
+        "widths": {str(n): layer.widths for n, layer in layers if layer.widths},
         "captured": {
             str(n): [p for p in shape.offers(n) if p not in (*layer.points, *layer.heads)]
             for n, layer in layers

@@ -57,7 +57,7 @@ def request_info(
         projected=making.projected,
         max_rows=1 if making.adds_up else Selected(selection, len(prompt_token_ids)).max_rows,
         fields=selection.fields,
-        heads=tuple(selection.heads[site] for site in selection.sites) if selection.heads else (),
+        heads=tuple(selection.heads.get(s, ()) for s in selection.sites) if selection.heads else (),
         reduce="mean" if making.adds_up else "",
         attention=making.weights,
     )

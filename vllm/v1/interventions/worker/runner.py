@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from vllm.config import CompilationMode, VllmConfig
-from vllm.config.points import BLOCK_POINTS, CAPTURE_POINTS, HEAD_POINTS, RETURNED
+from vllm.config.points import BLOCK_POINTS, CAPTURE_POINTS, HEAD_POINTS, NEURONS, RETURNED
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps
+from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps, InnerTap
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
 from vllm.model_executor.layers.residual_taps import (
     BoundTaps,
@@ -32,12 +32,9 @@ from vllm.v1.interventions.messages import TableName, num_table_rows
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.step_rows import StepRows
-from vllm.v1.interventions.worker.attention.layers import (
-    AttentionHeads,
-    attention_of,
-    reads_masked,
-)
+from vllm.v1.interventions.worker.attention.layers import attention_of, reads_masked
 from vllm.v1.interventions.worker.focus.layers import FocusLayers
+from vllm.v1.interventions.worker.inner import InnerRows, inner_rows
 from vllm.v1.interventions.worker.layers import (
     bound_taps,
     find_layers,
@@ -124,6 +121,7 @@ class WorkerInterventions:
         # Attention that runs several times is several, and each token of a prompt that is seen both
         # ways has weights which a later one changes: neither has rows of heads.
         attention = attention_of({n: m for n, m in layers.items() if not unbound_taps(m).loops})
+        inner = self._inner({n: m for n, m in layers.items() if not unbound_taps(m).loops})
         shapes = {}
         for index, layer in layers.items():
             unbound = unbound_taps(layer)
@@ -132,6 +130,7 @@ class WorkerInterventions:
                 inputs=unbound.inputs,
                 heads=attention[index].points if index in attention else {},
                 branches=unbound.branches,
+                widths={point: found.width for point, found in inner.get(index, {}).items()},
                 final=index == last and head_reads_rows(model, hidden_size),
             )
         self.shape = TapShape(
@@ -146,7 +145,7 @@ class WorkerInterventions:
         )
         refuse_layers(layers, self.shape.torch_dtype)
         self._allocate(self.shape)
-        taps: dict[nn.Module, BoundTaps | LoopedTaps | HeadTaps] = {
+        taps: dict[nn.Module, BoundTaps | LoopedTaps | HeadTaps | HeadTap] = {
             **bound_taps(layers, lambda n: BoundTaps(**{p: self._tap(p, n) for p in BLOCK_POINTS}))
         }
         config = self._config
@@ -156,15 +155,30 @@ class WorkerInterventions:
         if config.steering_config.focuses:
             self.focus = FocusLayers(self._config, self.attention, self._device)
             self._tables["focus"] = self.focus.table
+        gathers = config.parallel_config.tensor_parallel_size > 1
         for index, found in attention.items():
-            q, k, v, z = (self._head_tap(point, index, found) for point in HEAD_POINTS)
+            replicas = {"k": found.replicas, "v": found.replicas}
+            q, k, v, z = (
+                self._head_tap((point, index), gathers, replicas.get(point, 1))
+                for point in HEAD_POINTS
+            )
             name = None if self.focus is None else self.focus.names.get(index)
             bound = HeadTaps(q, k, v, z, self._head_steering(index), name)
             taps[found.module] = bound
             if self.focus is not None and name is not None:
                 self.focus.taps[index] = bound
+        for index, of_points in inner.items():
+            for point, rows in of_points.items():
+                tap = self._head_tap((point, index), rows.gathers, kind=InnerTap)
+                if tap is not None:
+                    taps[rows.module] = tap
         switches = None if self.capture is None else self.capture.switches
         self._variants = ModelVariants(self._config, model, taps, switches)
+
+    def _inner(self, layers: dict[int, nn.Module]) -> dict[int, dict[str, InnerRows]]:
+        config = self._config.capture_config
+        reads = config.enabled and NEURONS in config.capture_points
+        return inner_rows(layers, self._config.model_config.dtype if reads else None)
 
     def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
@@ -222,15 +236,14 @@ class WorkerInterventions:
         kind = LanesTap if self.shape.lanes > 1 else kind
         return kind(table, terms, self.tokens.slots, arena, dest, switch)
 
-    def _head_tap(self, point: str, layer: int, found: AttentionHeads) -> HeadTap | None:
-        site = (point, layer)
+    def _head_tap(
+        self, site: Site, gathers: bool, replicas: int = 1, kind: type[HeadTap] = HeadTap
+    ) -> HeadTap | None:
         if self.capture is None or site not in self.capture.sites:
             return None
         dest, width = self.capture.dest_of(site), self.capture.shape.row_width(site)
-        gathers = self._config.parallel_config.tensor_parallel_size > 1
-        replicas = found.replicas if point in ("k", "v") else 1
         arena, switch = self.capture.arena, self.capture.switch_of(site)
-        return HeadTap(arena, dest, switch, width, gathers, replicas)
+        return kind(arena, dest, switch, width, gathers, replicas)
 
     def _head_steering(self, layer: int) -> HeadSteering | None:
         site = (RETURNED, layer)

@@ -9,12 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.config.points import BLOCK_POINTS, HEAD_POINTS
+from vllm.config.points import BLOCK_POINTS
 from vllm.v1.capture.registry import INLINE
 from vllm.v1.interventions.frontend.request.autoencoder import features_making, hooks_of_features
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.lens import lens_making
-from vllm.v1.interventions.frontend.request.matrices import matrices_of, matrix_digest
+from vllm.v1.interventions.frontend.request.matrices import (
+    NOT_OF_STREAM,
+    is_of_stream,
+    matrices_of,
+    matrix_digest,
+)
 from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.makings import (
@@ -53,9 +58,9 @@ class Asked:
     """Digest -> matrix; gets those of this request."""
 
     @property
-    def of_heads(self) -> bool:
-        """True if a site is a point of attention."""
-        return any(point in HEAD_POINTS for point, _ in self.sites)
+    def of_stream(self) -> bool:
+        """True if all rows are as wide as a lane of the residual stream."""
+        return is_of_stream(self.sites)
 
 
 def making_of(asked: Asked) -> AnyMaking:
@@ -128,8 +133,8 @@ def _scores(given: Given, asked: Asked) -> Scores:
 
 def _check_mean(given: Given, asked: Asked) -> None:
     given.choice(("mean",), "must be 'mean', got {given}")
-    if asked.of_heads:
-        given.refuse("is for the residual stream; leave out q, k, v and z")
+    if not asked.of_stream:
+        given.refuse(NOT_OF_STREAM)
 
 
 def _mean(given: Given, asked: Asked) -> Mean:
@@ -145,8 +150,8 @@ def _mean(given: Given, asked: Asked) -> Mean:
 def _check_lens(given: Given, asked: Asked) -> None:
     if given.value is not None:
         need_one_lane(given.path, asked.shape)
-    if asked.heads:
-        given.refuse("is for the residual stream; leave out q, k, v and z")
+    if asked.heads or not asked.of_stream:
+        given.refuse(NOT_OF_STREAM)
 
 
 def _check_dose(given: Given, asked: Asked) -> None:

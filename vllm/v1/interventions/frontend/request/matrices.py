@@ -2,13 +2,13 @@
 """Matrices and directions that a request may multiply rows with: of `project`, and of modules."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from vllm.config.capture import PROJECTION_ROWS
-from vllm.config.points import HEAD_POINTS, RESIDUAL_POINTS
+from vllm.config.points import READ_POINTS, RESIDUAL_POINTS
 from vllm.config.steering import MAX_MODULES
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
@@ -18,6 +18,15 @@ from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_one_lane
 from vllm.v1.interventions.values import Array, plain_list
 from vllm.v1.interventions.vectors import pack_float32
+
+NOT_OF_STREAM = "is for rows of the residual stream; leave out " + ", ".join(
+    point for point in READ_POINTS if point not in RESIDUAL_POINTS
+)
+
+
+def is_of_stream(sites: Iterable[Site]) -> bool:
+    """Tell whether the rows of all sites are as wide as a lane of the residual stream."""
+    return all(point in RESIDUAL_POINTS for point, _ in sites)
 
 
 def matrix_digest(matrix: bytes, shape: TapShape) -> str:
@@ -35,8 +44,8 @@ def matrices_of(
     """The bytes of the matrices of `project`, float32 [k, hidden]: of one for all sites, or of each
     of them, from `{point: {layers: matrix}}` or the directions of `{"modules": names}`.
     """
-    if any(point in HEAD_POINTS for point, _ in sites):
-        given.refuse("is for the residual stream; leave out q, k, v and z")
+    if not is_of_stream(sites):
+        given.refuse(NOT_OF_STREAM)
     if isinstance(given.value, Mapping) and "modules" in given:
         if catalog is None:
             given["modules"].refuse("names of modules belong to requests; give the matrix")

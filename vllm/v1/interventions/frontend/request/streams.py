@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from vllm.config.points import POINTS
+from vllm.config.points import INNER_POINTS, POINTS
 from vllm.config.points import Rows as RowKind
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
@@ -18,6 +18,9 @@ from vllm.v1.interventions.sites import site_order
 
 _Part = tuple[type[Source], int, int]
 """Source of sites, width of what is made of it, and width of a head where that counts; else 0."""
+
+_WHOLE = (0,)
+"""The heads of rows that have none, and a width of their own."""
 
 
 class Streams:
@@ -63,7 +66,7 @@ class Streams:
         for (kind, width, _), sites in parts.items():
             source: AnySource = Difference() if kind is Difference else Rows()
             if kind is Heads:
-                source = Heads(tuple(selection.heads[site] for site in sites))
+                source = Heads(tuple(selection.heads.get(site, _WHOLE) for site in sites))
             stream = Stream(
                 sites=tuple(sites) if kind is Heads or making.by_site else (),
                 width=width,
@@ -83,15 +86,18 @@ class Streams:
         """The sites of a selection that share a stream."""
         making, parts = selection.making, dict[_Part, list[Site]]()
         whole = making.width(1, self._shape.hidden_size)
+        points = {point for point, _ in selection.sites}
         of_point: dict[str, _Part] = {
             point: (Difference if POINTS[point].rows is RowKind.BRANCH else Rows, whole, 0)
-            for point in {point for point, _ in selection.sites}
+            for point in points
         }
-        if not selection.heads and len(kinds := {*of_point.values()}) == 1:
+        several = selection.heads or not points.isdisjoint(INNER_POINTS)
+        if not several and len(kinds := {*of_point.values()}) == 1:
             return {kinds.pop(): selection.sites}
         for site in selection.sites:
             kind = of_point[site[0]]
-            if chosen := selection.heads.get(site):
+            inner = _WHOLE if site[0] in INNER_POINTS else ()
+            if chosen := selection.heads.get(site, inner):
                 width = self._shape.parts(site)[1]
                 kind = Heads, making.width(len(chosen), width), width * making.by_head
             parts.setdefault(kind, []).append(site)

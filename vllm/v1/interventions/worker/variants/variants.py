@@ -32,7 +32,7 @@ from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
-from vllm.model_executor.layers.attention_taps import HeadTaps
+from vllm.model_executor.layers.attention_taps import HeadTap, HeadTaps
 from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps
 from vllm.v1.interventions.worker.variants.graphs import (
     can_record_late,
@@ -44,7 +44,7 @@ from vllm.v1.interventions.worker.variants.recording import emptied_once
 from vllm.v1.interventions.worker.variants.site_sets import SETS, SiteSets
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-_Taps = BoundTaps | LoopedTaps | HeadTaps
+_Taps = BoundTaps | LoopedTaps | HeadTaps | HeadTap
 STAND_INS = 8
 """Number of steps of a size without a graph that run a graph of up to twice that size, if there is
 one: most sizes that a batch passes through are not wanted for longer, and recording stalls all."""
