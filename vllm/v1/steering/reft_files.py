@@ -176,5 +176,6 @@ def _rotation(original: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     torch.nn.utils.parametrizations.orthogonal(held)
     prefix = "parametrizations.weight."
     held.load_state_dict({f"{prefix}original": original, f"{prefix}0.base": base})
-    made: torch.Tensor = held.weight.detach()
-    return made
+    made = held.weight
+    assert isinstance(made, torch.Tensor)
+    return made.detach()
