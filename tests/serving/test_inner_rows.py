@@ -108,7 +108,7 @@ def test_beside_others(running: Running) -> None:
         running.judge.check(ask, output)
     rows = rows_of(outputs[0])
     assert set(rows) == {(ROUTER, n) for n in SPARSE} | {(NEURONS, n) for n in DENSE}
-    config = running.judge.reference.model.config
+    config: Any = running.judge.reference.model.config
     assert INNER > HIDDEN > config.num_experts
     for (point, _), of_site in rows.items():
         width = config.num_experts if point == ROUTER else INNER

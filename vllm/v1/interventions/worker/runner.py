@@ -177,8 +177,10 @@ class WorkerInterventions:
 
     def _inner(self, layers: dict[int, nn.Module]) -> dict[int, dict[str, InnerRows]]:
         config = self._config.capture_config
+        dtype = self._config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
         reads = config.enabled and NEURONS in config.capture_points
-        return inner_rows(layers, self._config.model_config.dtype if reads else None)
+        return inner_rows(layers, dtype if reads else None)
 
     def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
