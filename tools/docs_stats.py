@@ -27,7 +27,7 @@ BUDGETS = {
     "docs/http.md": 1250,
     "docs/map.md": 80,
     "docs/performance.md": 900,
-    "docs/playground.md": 650,
+    "docs/playground.md": 670,
     "docs/reliability.md": 500,
     "docs/scale.md": 450,
     "docs/steering.md": 1600,

@@ -34,11 +34,14 @@ def model(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="package")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    model: Path, features: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     from tests.http.server import serve
 
     options = (
-        "--playground", "--capture-lens=logit",
+        "--playground", "--capture-lens=logit", f"--features=made={features}@post_block.1",
+        *("--steering-families", "add", "ablate", "replace", "clamp", "scale", "gate", "feature"),
         *("--capture-points", "pre_attn", "post_attn", "post_block", "q", "z"),
     )  # fmt: skip
     with serve(model, tmp_path_factory.mktemp("log") / "server.log", *options) as started:

@@ -155,9 +155,10 @@ CONTRAST = """(() => {
 def test_two_widths_light_and_dark(page: Page) -> None:
     steer(page, number=2.0)
     page.click("#add-rule")
-    for panel in ("compare", "look", "attention"):
+    for panel in ("compare", "look", "attention", "sae"):
         page.click(f"#{panel} .run")
     page.evaluate("detail(2)")
+    page.click("#sae-top button")
     page.evaluate("working($('attention'), () => pattern(1, 2))")
     page.click("#copies button")
     page.evaluate("document.querySelector('details').open = true")
@@ -240,6 +241,17 @@ def test_the_whole_tour_by_keyboard(page: Page) -> None:
     page.press("Enter")
     page.wait("state.heads.pattern && !document.querySelector('[aria-busy]')")
     assert page.evaluate("state.heads.pattern.layer") == 1
+    tab_to(page, "#sae .run")
+    page.press("Enter")
+    page.wait("state.sae && !document.querySelector('[aria-busy]')")
+    tab_to(page, "#sae-line .tokens")
+    page.press("ArrowRight")
+    page.press("Enter")
+    tab_to(page, "#sae-top button")
+    page.press("Enter")
+    page.wait("document.activeElement.type === 'range'")
+    page.press("ArrowRight")
+    page.wait("state.sae.answers?.steered.done && !document.querySelector('[aria-busy]')")
     for name, text in (
         ("prompt", "Rome is"),
         ("clean", "Nice is"),
@@ -358,6 +370,9 @@ def test_what_is_off_says_its_flag(
             assert flag in page.evaluate(f"document.querySelector('#{panel} .off').textContent")
         assert page.evaluate("document.querySelector('#attention .run').disabled") is True
         assert page.evaluate("document.querySelector('#find .off')") is None
+        assert "--features NAME=PATH@POINT.LAYER" in features
+        for hidden in ("#sae", "a[href='#sae']"):
+            assert page.evaluate(f"document.querySelector({json.dumps(hidden)}).hidden") is True
         page.picture(PICTURES / "off.png")
         find(page)
         assert page.problems == []

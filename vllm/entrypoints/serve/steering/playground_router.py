@@ -9,7 +9,6 @@ import argparse
 import base64
 import hashlib
 import re
-from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -18,11 +17,12 @@ from fastapi.responses import HTMLResponse
 FOLDER = Path(__file__).with_name("playground")
 SCRIPTS = (
     "numbers.js", "elements.js", "drawing.js", "server.js", "bodies.js", "copying.js", "link.js",
-    "model.js", "find.js", "steer.js", "compare.js", "look.js", "heads.js", "trace.js", "start.js",
+    "model.js", "find.js", "steer.js", "compare.js", "look.js", "heads.js", "features.js",
+    "trace.js", "start.js",
 )  # fmt: skip
 """The files of the script, in the order in which they run."""
-MAX_BYTES = 64 << 10
-"""The most bytes of the page."""
+MAX_BYTES = 96 << 10
+"""The most bytes of the page; 64 KiB were full before it had a panel for features."""
 
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|`[^`]*`)""")
 _BEFORE_QUOTES = re.compile(r"\b(return|case|of|in|typeof|await) $")
@@ -110,10 +110,9 @@ def playground_router() -> APIRouter:
         "Cache-Control": "no-cache",
     }
     router = APIRouter()
-    answer = partial(HTMLResponse, html, headers=headers)
 
     @router.get("/playground", include_in_schema=False)
     async def playground() -> HTMLResponse:
-        return answer()
+        return HTMLResponse(html, headers=headers)
 
     return router

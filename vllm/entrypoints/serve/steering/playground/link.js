@@ -5,7 +5,8 @@
 const MOST_BYTES = 4096;
 const MOST_LINK = 65536;
 
-const linked = () => [...document.querySelectorAll('main :is(input, select, textarea)[id]')];
+const linked = () => [...document.querySelectorAll(
+  'main :is(input:not([type=file]), select, textarea)[id]')];
 
 function asLink() {
   const fields = record(linked().map((one) =>

@@ -2,7 +2,7 @@
 
 const state = {
   model: '', shape: null, steering: null, capture: null, modules: {}, directions: {}, terms: [],
-  rules: [], find: null, compare: [], look: null, heads: null, trace: null,
+  rules: [], find: null, compare: [], look: null, heads: null, sae: null, trace: null,
 };
 
 async function readServer() {
@@ -25,6 +25,7 @@ const can = {
   capture: () => !!state.capture?.enabled && 'inline' in state.capture.consumers,
   family: (name) => can.steer() && state.shape.steering_families.includes(name),
   attention: () => can.capture() && ['q', 'z'].every((p) => state.capture.points.includes(p)),
+  features: () => (can.capture() ? Object.keys(state.capture.features) : []),
   lenses: () => (can.capture() ? Object.keys(state.capture.lenses) : []),
 };
 
@@ -42,6 +43,8 @@ function features() {
       '--capture-consumers inline'],
     ['Attention', can.attention(), 'weights of all heads',
       `--capture-points ${[...points, 'q', 'z'].join(' ')}`],
+    ['Features', can.features().length > 0, can.features().join(', '),
+      '--features NAME=PATH@POINT.LAYER'],
     ['Lenses', can.lenses().length > 0, can.lenses().join(', '), '--capture-lens logit'],
   ];
 }

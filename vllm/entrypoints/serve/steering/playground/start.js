@@ -7,6 +7,7 @@ const PANELS = {
   compare: [() => true, '', compare],
   look: [can.capture, '--capture-consumers inline', look],
   attention: [can.attention, '--capture-points pre_attn post_attn post_block q z', () => heads()],
+  sae: [() => can.features().length > 0, '--features NAME=PATH@POINT.LAYER', readFeatures],
   trace: [() => can.family('replace') && can.capture(),
     '--enable-steering --steering-families add replace --capture-consumers inline', trace],
 };
@@ -33,6 +34,11 @@ function startPanels() {
     }
     if (work) submitted(form, () => working(panel, work));
   }
+  for (const node of [$('sae'), document.querySelector('a[href="#sae"]')]) {
+    node.hidden = !can.features().length;
+  }
+  refill($('sae-name'), can.features().map((value) => ({ value })));
+  on($('sae-labels'), 'change', () => working($('sae'), readLabels));
   const points = state.capture.points?.filter((p) => !'qkvz'.includes(p)) ?? [];
   for (const id of ['find-point', 'trace-point']) {
     refill($(id), points.map((value) => ({ value })));
