@@ -83,6 +83,10 @@ FEATURES = [
     Case(path(f"{OP}.id", "8", "0-7"), write(id=8)),
     Case(path(f"{OP}.encoder"), write(encoder=VECTOR)),
     Case({"path": f"{OP}.features"}, write(features="top")),
+    Case(
+        path(f"{OP}.gate.cosine"),
+        write(gate={"features": "mood", "id": 1, "threshold": 1, "sharpness": 1, "cosine": True}),
+    ),
     Case(path("rules[0].threshold", "'x'"), rule(threshold="x")),
     Case(
         path("rules[0].threshold"),

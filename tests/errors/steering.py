@@ -106,7 +106,8 @@ STEERING = [
     Case(path(OP, allowed="direction", op="ablate"), without_direction("ablate")),
     Case(path(OP, allowed="layers", op="ablate"), op(layers=None)),
     Case(
-        path(f"{OP}.gate", "['when_ever']", "probe, threshold, sharpness, when"), gated(when_ever=1)
+        path(f"{OP}.gate", "['when_ever']", "probe, threshold, sharpness, when, cosine"),
+        gated(when_ever=1),
     ),
     Case(
         path(f"{OP}.gate", allowed="probe", op="a gate"), op(gate={"threshold": 0, "sharpness": 1})
@@ -124,6 +125,8 @@ STEERING = [
     Case(path(f"{OP}.strength", "'1'"), op(strength="1")),
     Case(path(f"{OP}.value", "nan", "1e+30"), op("pin", value=float("nan"))),
     Case(path(f"{OP}.gate.when", "'now'"), gated(when="now")),
+    Case(path(f"{OP}.gate.cosine", "1"), gated(cosine=1)),
+    Case(path(f"{OP}.gate.probe"), gated(cosine=True, probe=[0.0] * HIDDEN)),
     Case(
         path(f"{OP}.positions", "1"),
         op(gate={**GATE, "when": "last_prompt"}, positions=[1, 6]),

@@ -323,7 +323,7 @@ def main() -> None:
             "bystanders 13 of 16": lambda: mode.bystanders(13, 3),
         }
     if args.name.startswith("ops"):
-        checks["ops"] = lambda: steering.ops(mode, prompts(9, seed=9), HIDDEN)
+        checks["ops"] = lambda: steering.ops(mode, prompts(11, seed=9), HIDDEN)
     for name, check in checks.items():
         try:
             result = check()

@@ -102,6 +102,7 @@ def ops(mode: Mode, tokens: list[list[int]], hidden: int) -> dict[str, Any]:
             {"op": "feature", "encoder": p, "decoder": u, "threshold": 0.1, "value": 2.0},
         ],
         [{"op": "swap", "direction": u, "other": p}],
+        [{"op": "add", "vector": u, "gate": {**gate, "cosine": True}}],
         [
             {"op": "low_rank", "A": torch.stack([u, v]) / hidden, "B": torch.stack([v, u], dim=1)},
             {"op": "low_rank", "A": torch.stack([p, u]), "B": torch.stack([u, p], dim=1) / hidden},

@@ -296,6 +296,22 @@ def test_gates() -> None:
     assert deciding.digest != after.terms[0].digest
 
 
+def test_the_probe_of_a_cosine_is_of_length_1() -> None:
+    one, scaled, dot = parse(
+        entry("ablate", direction=VECTOR, gate=GATE | {"cosine": True}),
+        entry(
+            "ablate",
+            direction=VECTOR,
+            gate=GATE | {"cosine": True, "probe": [7 * x for x in VECTOR]},
+        ),
+        entry("ablate", direction=VECTOR, gate=GATE | {"cosine": False}),
+    )
+    assert floats(one.terms[0].probe) == pytest.approx(UNIT, rel=1e-7)
+    assert one.terms[0].scalars.cosine == 1 and dot.terms[0].scalars.cosine == 0
+    assert floats(scaled.terms[0].probe) == pytest.approx(floats(one.terms[0].probe), rel=1e-6)
+    assert floats(dot.terms[0].probe) == VECTOR
+
+
 def test_digest_is_of_all_that_acts() -> None:
     vector, probe = bytes(range(16)), bytes(range(16, 32))
     terms = [

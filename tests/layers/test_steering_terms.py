@@ -137,8 +137,11 @@ def low_rank(rows: torch.Tensor, op: dict[str, Any], *gates: dict[str, Any]) -> 
     h, A, B, c = (torch.as_tensor(x).double() for x in (rows, op["A"], op["B"], op["c"]))
     change = op["strength"] * (h @ A.T + c) @ B.T
     for g in gates:
-        score = h @ torch.as_tensor(g["probe"]).double() - g["threshold"]
-        change = torch.sigmoid(g["sharpness"] * score)[:, None] * change
+        probe = torch.as_tensor(g["probe"]).double()
+        score = h @ probe
+        if g.get("cosine"):
+            score = score / h.norm(dim=1) / probe.norm()
+        change = torch.sigmoid(g["sharpness"] * (score - g["threshold"]))[:, None] * change
     return h + change
 
 
@@ -458,6 +461,21 @@ def test_the_reference_gate_does_not_overflow() -> None:
     assert op_reference.gate(row, row * 1e6, 0.0, 1e6) == 1.0
     assert op_reference.gate(row, row * 1e6, 0.0, -1e6) == 0.0
     assert op_reference.gate(row, row, 4.0, 9.0) == 0.5
+
+
+def test_a_cosine_is_of_no_length(steer: Steer) -> None:
+    """Rows a million times as long open a gate as far; by the product, the twin, they do not."""
+    maker = Maker(13, 24, 1.0)
+    rows, probe = maker.rows(), maker.direction()
+    rows[3] = 0
+    gate = {"probe": probe, "threshold": 0.1, "sharpness": 3.0, "cosine": True}
+    nothing = entry("replace", values=torch.zeros(24), gate=gate)
+    along = rows.double() @ probe / probe.norm() / rows.double().norm(dim=1).clamp(min=1e-30)
+    want = (1 - torch.sigmoid(3.0 * (along - 0.1)))[:, None] * rows.double()
+    assert worst(only(steer, rows, nothing), want, rows) < TOLERANCE
+    assert worst(only(steer, rows * 1e6, nothing), want * 1e6, rows * 1e6) < TOLERANCE
+    twin = {**nothing, "gate": {**gate, "cosine": False}}
+    assert worst(only(steer, rows * 1e6, twin), want * 1e6, rows * 1e6) > 0.01
 
 
 def test_gates_far_from_their_threshold_are_shut_or_open(steer: Steer) -> None:

@@ -78,6 +78,10 @@ def op(name: str, point: str, layers: Any, seed: int = 1, **more: Any) -> dict[s
 
 def gate(seed: int, when: str = "row") -> dict[str, Any]:
     """More than half open on average, and different from row to row."""
+    if seed % 2:
+        return {
+            "probe": vector(seed), "threshold": -0.1, "sharpness": 5.0, "when": when, "cosine": True
+        }  # fmt: skip
     return {"probe": vector(seed, 1.0), "threshold": -2.0, "sharpness": 0.7, "when": when}
 
 

@@ -308,7 +308,7 @@ ALL_OPS: list[dict[str, Any]] = [
         "A": rows(12, 2),
         "B": rows(13, 2).T,
         "c": np.float32([-0.1, 0.0]),
-        "gate": {**GATE, "when": "last_prompt"},
+        "gate": {**GATE, "when": "last_prompt", "cosine": True},
     },
     {"op": "normalize", "point": "all", "layers": [1, 2]},
     {"op": "normalize", "point": ["pre_attn", "post_block"], "layers": [0, 2]},

@@ -91,7 +91,9 @@ def scale(h: Row, factor: Row) -> Row:
     return h * factor
 
 
-def gate(h: Row, probe: Row, threshold: float, sharpness: float) -> float:
+def gate(h: Row, probe: Row, threshold: float, sharpness: float, cosine: bool = False) -> float:
+    if cosine:
+        h, probe = (unit(row) if row.any() else row for row in (h, probe))
     # 1 / (1 + exp(-x)), written so that exp cannot overflow.
     return float(0.5 * (1 + np.tanh(0.5 * sharpness * (h @ probe - threshold))))
 
@@ -122,7 +124,7 @@ def apply_point(
             asked = op["gate"]
             # A feature's gate is of the row that the feature reads.
             judged = read if op["op"] == "feature" else h
-            g = gate(judged, *(asked[name] for name in ("probe", "threshold", "sharpness")))
+            g = gate(judged, **{key: value for key, value in asked.items() if key != "when"})
             if asked.get("when", "row") == "last_prompt":
                 if position == num_prompt - 1:
                     decided[index] = g

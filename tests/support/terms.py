@@ -78,9 +78,16 @@ class Maker:
 
     def gate(self, when: str = "row") -> dict[str, Any]:
         """One that is neither shut nor open on rows of this size."""
-        probe = self.direction() / self.size
+        if self.rng.integers(2):
+            return {
+                "probe": self.direction() * self.size,
+                "threshold": self.number() / 4 / self.hidden**0.5,
+                "sharpness": self.number() * self.hidden**0.5,
+                "when": when,
+                "cosine": True,
+            }
         return {
-            "probe": probe,
+            "probe": self.direction() / self.size,
             "threshold": self.number() / 4,
             "sharpness": self.number(),
             "when": when,

@@ -32,7 +32,8 @@ is a number of -c: its change is strength (A h + c) times a column of B. The fir
 
     g = sigmoid(sharpness (h.probe - threshold))
 
-Gates of terms with encoders are decided on `b`, too.
+where with `cosine` h is brought to length 1, as the probe is then. Gates of terms with encoders are
+decided on `b`, too.
 
 Where they come from: add, Turner et al. 2023 (arXiv:2308.10248); ablate with strength 1, Arditi et
 al. 2024 (arXiv:2406.11717); swap, the reflection of Householder 1958 that takes one direction to
@@ -59,6 +60,8 @@ class Scalars(NamedTuple):
     sharpness: float = 0.0
     frozen: float = 0.0
     """1 if the gate is decided at the last prompt row and kept."""
+    cosine: float = 0.0
+    """1 if the gate compares the cosine of row and probe, which is of length 1 then."""
     bias: float = 0.0
     above: float = 0.0
     active: float = 0.0

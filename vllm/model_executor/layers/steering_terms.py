@@ -259,9 +259,11 @@ def _gates(
     """The gate of each row, float32 [n], by `h`, what it judges; stores those that are decided
     here."""
     probe = terms.probes[term].long()
-    value = torch.sigmoid(
-        at["sharpness"] * ((h * terms.vectors[probe]).sum(dim=1) - at["threshold"])
-    )
+    score = (h * terms.vectors[probe]).sum(dim=1)
+    norm = _norms(h)
+    cosine = torch.where(norm > 0, score / norm, 0.0)  # a row of zeros has no direction
+    score = torch.where(at["cosine"] != 0, cosine, score)
+    value = torch.sigmoid(at["sharpness"] * (score - at["threshold"]))
     frozen = (probe > 0) & (at["frozen"] != 0)
     home = terms.gate_owners[program].long()
     decides = (frozen & (home == program)).nonzero().squeeze(1)
@@ -289,6 +291,7 @@ if HAS_TRITON:
     _RENORM = tl.constexpr(_COLUMN["renorm"])
     _THRESHOLD = tl.constexpr(_COLUMN["threshold"])
     _SHARPNESS = tl.constexpr(_COLUMN["sharpness"])
+    _COSINE = tl.constexpr(_COLUMN["cosine"])
     _BIAS = tl.constexpr(_COLUMN["bias"])
     _ABOVE = tl.constexpr(_COLUMN["above"])
     _ACTIVE = tl.constexpr(_COLUMN["active"])
@@ -376,7 +379,11 @@ if HAS_TRITON:
                     probe = tl.load(probes + term).to(tl.int64)
                     if probe > 0:
                         p = tl.load(vectors + probe * vectors_stride + cols, mask=mask, other=0.0)
-                        score = tl.sum(judged * p) - tl.load(at + _THRESHOLD)
+                        score = tl.sum(judged * p)
+                        if tl.load(at + _COSINE) != 0:
+                            length = _norm(judged)
+                            score = tl.where(length > 0, score / length, 0.0)
+                        score -= tl.load(at + _THRESHOLD)
                         gate = tl.sigmoid(tl.load(at + _SHARPNESS) * score)
                         if tl.load(at + _FROZEN) != 0:
                             if DECIDING:

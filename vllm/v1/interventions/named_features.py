@@ -72,6 +72,8 @@ def probe_written_out(gate: Given, shape: TapShape) -> Given:
     above the threshold. Raises ValueError as `written_out`."""
     if "features" not in gate.mapping():
         return gate
+    if "cosine" in gate:
+        gate["cosine"].refuse("is of a probe; an activation is no cosine: leave it out")
     _, autoencoder, number = _found(gate, shape)
     return _with(gate, {}, _probe(autoencoder, number, gate))
 

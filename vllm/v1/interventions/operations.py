@@ -261,14 +261,17 @@ class _Entry:
             return _UNGATED
         self.need_family("gate", "gate")
         gate = probe_written_out(self.given["gate"], self.shape).fields(
-            _GATE_KEYS, ("when",), "a gate"
+            _GATE_KEYS, ("when", "cosine"), "a gate"
         )
         unknown = "unknown {given}; use 'row' or 'last_prompt'"
         when = gate.get("when", "row").choice(("row", "last_prompt"), unknown)
-        probe = pack_float32(self.of_lanes(gate["probe"]), gate["probe"].path)
+        rows, path = self.of_lanes(gate["probe"]).reshape(-1, self.width), gate["probe"].path
+        cosine = gate.get("cosine", False).flag()
+        if cosine:
+            rows = np.stack([need_unit(row, path) for row in rows])
         numbers = {name: gate[name].number() for name in _GATE_KEYS[1:]}
-        frozen = {"frozen": float(when == "last_prompt")}
-        return _Gate(self.in_lanes(probe), numbers | frozen)
+        numbers |= {"frozen": float(when == "last_prompt"), "cosine": float(cosine)}
+        return _Gate(self.in_lanes(pack_float32(rows, path)), numbers)
 
     def after_decision(self, positions: Positions | None, select: Select) -> Positions:
         """Return the positions at which an operation with a frozen gate acts; raise ValueError if

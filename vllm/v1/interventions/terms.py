@@ -12,7 +12,7 @@ import msgspec
 
 from vllm.v1.steering_formula import Scalars
 
-_DECIDING = ("threshold", "sharpness", "frozen", "opens", "closes")
+_DECIDING = ("threshold", "sharpness", "frozen", "cosine", "opens", "closes")
 """Numbers of a term that decides and changes nothing: those of the gate, and what it reads."""
 
 

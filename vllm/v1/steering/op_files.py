@@ -52,7 +52,7 @@ def _entry(op: ModuleOp) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     if term.probe:
         when = "last_prompt" if op.frozen else "row"
         gate = {"threshold": numbers.threshold, "sharpness": numbers.sharpness, "when": when}
-        entry["gate"] = gate
+        entry["gate"] = gate | ({"cosine": True} if numbers.cosine else {})
         vectors["probe"] = np.frombuffer(term.probe, np.float32)
     return entry, vectors
 
