@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 ROUTERS = (
     "mlp.gate",
+    "mlp.router.classifier",
     "mlp.router.gate",
     "mlp.router",
     "moe.gate",
@@ -24,6 +25,7 @@ ROUTERS = (
     "feed_forward.gate",
     "feed_forward.router",
     "ffn.router.layer",
+    "mixer.gate",
     "router.proj",
 )
 """Dotted paths from a block to what has the weight of its router, [experts, hidden]."""
@@ -39,6 +41,7 @@ DOWNS = (
     "feed_forward.down_proj",
     "feed_forward.w2",
     "ffn.down_proj",
+    "mixer.down_proj",
 )
 """Dotted paths from a block to the down projection of its MLP."""
 
