@@ -36,6 +36,8 @@ def saved(name: str, hidden: int = HIDDEN, **config: Any) -> str:
 FILES = {
     "mood": FeatureFile(saved("mood"), "post_block", 1),
     "top": FeatureFile(saved("top", architecture="topk", k=2), "post_block", 1),
+    "normed": FeatureFile(saved("normed", normalize_activations="layer_norm"), "post_block", 1),
+    "trans": FeatureFile(saved("trans", architecture="transcoder"), "post_attn", 1),
 }
 WIDE = FeatureFile(saved("wide", HIDDEN + 1), "post_block", 1)
 OFFERED = msgspec.structs.replace(SHAPE, features=FILES)
@@ -68,7 +70,9 @@ FEATURES = [
     Case({}, do=lambda: refuse_unsupported(cast("Any", NOTHING_ON))),
     Case({"source": "/no/such.npz"}, do=lambda: Autoencoder.load("/no/such.npz")),
     Case(path(f"{AT}.name"), {**read(MOOD), "config": config_of()}),
-    Case(path(f"{AT}.name", "'moods'", "mood, top"), read({**MOOD, "name": "moods"})),
+    Case(
+        path(f"{AT}.name", "'moods'", "mood, top, normed, trans"), read({**MOOD, "name": "moods"})
+    ),
     Case(path(AT, "['k']", "name, top, ids, above, error"), read({**MOOD, "k": 1})),
     Case(path(AT), read({"name": "mood"})),
     Case(path(f"{AT}.top", "9", "0 to 8"), read({**MOOD, "top": 9})),
@@ -87,6 +91,10 @@ FEATURES = [
         path(f"{OP}.gate.cosine"),
         write(gate={"features": "mood", "id": 1, "threshold": 1, "sharpness": 1, "cosine": True}),
     ),
+    Case({"path": f"{OP}.features", "given": "layer_norm"}, write(features="normed")),
+    Case({"path": "rules[0].features", "given": "layer_norm"}, rule(features="normed")),
+    Case({"path": f"{OP}.features"}, write(features="trans")),
+    Case(path(f"{AT}.error", "trans"), read({"name": "trans", "error": True})),
     Case(path("rules[0].threshold", "'x'"), rule(threshold="x")),
     Case(
         path("rules[0].threshold"),

@@ -110,17 +110,40 @@ def test_the_engine_writes_features_as_the_file_has_them(tmp_path: Path, subtrac
 ORACLES = Path(__file__).with_name("autoencoders.safetensors")
 
 
-def as_saved(folder: Path, tool: str, tensors: dict[str, torch.Tensor], config: str) -> Path:
+FILES = {
+    "saelens": "sae_weights.safetensors",
+    "sparsify": "sae.safetensors",
+    "gemma_scope_2": "params.safetensors",
+    "llama_scope": "checkpoints/final.safetensors",
+}
+"""Tool or suite -> file of its tensors, but for dictionary_learning."""
+
+
+def as_saved(
+    folder: Path, tool: str, tensors: dict[str, torch.Tensor], texts: dict[str, str]
+) -> Path:
     """A folder as a tool leaves it."""
     folder.mkdir()
+    for name, text in texts.items():
+        (folder / name).write_text(text)
     if tool == "dictionary_learning":
-        (folder / "config.json").write_text(config)
         torch.save(tensors, folder / "ae.pt")
         return folder
-    (folder / "cfg.json").write_text(config)
-    name = "sae.safetensors" if tool == "sparsify" else "sae_weights.safetensors"
-    save_file(tensors, folder / name)
+    (folder / FILES[tool]).parent.mkdir(exist_ok=True)
+    save_file(tensors, folder / FILES[tool])
     return folder
+
+
+def stored_case(
+    stored: dict[str, torch.Tensor], case: str
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Tensors of a case's file; its rows, activations, and what is decoded."""
+    tensors = {
+        name.partition("/")[2]: tensor
+        for name, tensor in stored.items()
+        if name.startswith(f"{case}/")
+    }
+    return tensors, [stored[f"{case}.{n}"] for n in ("rows", "activations", "decoded")]
 
 
 def test_what_the_tools_say_of_their_own_files(tmp_path: Path) -> None:
@@ -128,28 +151,138 @@ def test_what_the_tools_say_of_their_own_files(tmp_path: Path) -> None:
     shipped. Twice the decoder's bias changes activations where a tool subtracts it."""
     stored = load_file(ORACLES)
     with safe_open(ORACLES, "pt") as file:
-        configs = file.metadata()
-    assert len(configs) == 12
-    for case, config in configs.items():
-        tool = case.partition("-")[0]
-        tensors = {
-            name.partition("/")[2]: tensor
-            for name, tensor in stored.items()
-            if name.startswith(f"{case}/")
-        }
-        rows, want, decoded = (stored[f"{case}.{n}"] for n in ("rows", "activations", "decoded"))
-        sae = Autoencoder.load(as_saved(tmp_path / case, tool, tensors, config))
+        cases = file.metadata()
+    assert len(cases) == 26
+    for case, text in cases.items():
+        tool, texts = case.partition("-")[0], json.loads(text)
+        tensors, [rows, want, decoded] = stored_case(stored, case)
+        sae = Autoencoder.load(as_saved(tmp_path / case, tool, tensors, texts))
         got = sae.encode(rows)
         assert float((got - want).abs().max()) < TOLERANCE, case
-        assert float((sae.decode(got) - decoded).abs().max()) < TOLERANCE, case
+        assert float((sae.decode(got, rows) - decoded).abs().max()) < TOLERANCE, case
         assert 0.1 < float((want > 0).float().mean()) < 0.7, "too few or too many to say"
-        bias = "bias" if "bias" in tensors else "b_dec"
+        bias = next(name for name in ("b_dec", "bias", "decoder.bias") if name in tensors)
         moved = {**tensors, bias: 2 * tensors[bias]}
-        other = Autoencoder.load(as_saved(tmp_path / f"{case}-other", tool, moved, config))
-        adds_after = case.endswith("-False") or case.endswith("JumpReluAutoEncoder")
+        other = Autoencoder.load(as_saved(tmp_path / f"{case}-other", tool, moved, texts))
         off = float((other.encode(rows) - want).abs().max())
-        assert off < TOLERANCE if adds_after else off > 0.1, case
-        assert float((other.decode(got) - decoded).abs().max()) > 0.1, case
+        assert off < TOLERANCE if case.endswith(ADDS_AFTER) else off > 0.1, case
+        assert float((other.decode(got, rows) - decoded).abs().max()) > 0.1, case
+
+
+ADDS_AFTER = (
+    "-False",
+    "JumpReluAutoEncoder",
+    "ranscoder",
+    "transcoder-layer_norm",
+    "-transcode",
+    "-skip",
+    "_2-sae",
+    "_scope-sae",
+)
+"""Ends of the cases whose tools do not subtract the decoder's bias from the row."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["layer_norm", "constant_norm_rescale", "expected_average_only_in", "rescale"],
+)
+def test_a_scaling_is_the_files_own(tmp_path: Path, case: str) -> None:
+    """Without the word of it in cfg.json, activations are others; and so are those of rows that
+    are three times as long, unless each row is scaled by itself."""
+    stored = load_file(ORACLES)
+    with safe_open(ORACLES, "pt") as file:
+        texts = json.loads(file.metadata()[f"saelens-{case}"])
+    tensors, [x, want, decoded] = stored_case(stored, f"saelens-{case}")
+    sae = Autoencoder.load(as_saved(tmp_path / "sae", "saelens", tensors, texts))
+    config = json.loads(texts["cfg.json"])
+    config |= {"normalize_activations": "none", "rescale_acts_by_decoder_norm": False}
+    plain = {"cfg.json": json.dumps(config)}
+    without = Autoencoder.load(as_saved(tmp_path / "plain", "saelens", tensors, plain))
+    assert float((without.encode(x) - want).abs().max()) > 0.1
+    of_long = float((sae.encode(3 * x) - want).abs().max())
+    if not sae.scaling:
+        assert of_long > 0.1
+        feature = int(want.sum(0).argmax())
+        if case == "rescale":  # of TopK
+            return
+        found = sae.feature(feature)
+        z = x @ found["encoder"] + found["bias"]
+        active = z.where(z > found["threshold"], 0.0)
+        assert float((active - want[:, feature]).abs().max()) < TOLERANCE
+        assert float(active.max()) > 0.1
+        others = want.clone()
+        others[:, feature] = 0
+        added = decoded - sae.decode(others)
+        assert float((added - active[:, None] * found["decoder"]).abs().max()) < TOLERANCE
+        return
+    assert of_long < 1e-3
+    for call in (sae.probe, sae.feature):
+        with pytest.raises(ValueError, match=f"scales each row by itself .{case}.*'add'"):
+            call(1)
+    with pytest.raises(ValueError, match="decodes with the rows that were read: give rows"):
+        sae.decode(want)
+    along = decoded[:, 0] - sae.decode(torch.zeros_like(want), x)[:, 0]
+    _, effects = sae.effects(x, torch.eye(x.shape[1])[0], want.shape[1])
+    assert float((effects.sum(1) - along).abs().max()) < 1e-4 < float(along.abs().max())
+
+
+def test_llama_scope_writes_in_the_units_of_its_data(tmp_path: Path) -> None:
+    """SAELens has one factor of the rows; of a transcoder what is decoded has one of its own, by
+    the formula of the suite."""
+    stored, case = load_file(ORACLES), "llama_scope-sae"
+    with safe_open(ORACLES, "pt") as file:
+        texts = json.loads(file.metadata()[case])
+    tensors, [x, want, decoded] = stored_case(stored, case)
+    config = json.loads(texts["hyperparams.json"])
+    config["dataset_average_activation_norm"]["out"] = 7.0
+    config["hook_point_out"] = "blocks.2.hook_mlp_out"
+
+    def loaded(name: str, **more: object) -> Autoencoder:
+        said = {"hyperparams.json": json.dumps({**config, **more})}
+        return Autoencoder.load(as_saved(tmp_path / name, "llama_scope", tensors, said))
+
+    sae = loaded("transcoder")
+    assert sae.transcodes
+    assert float((sae.encode(x) - want).abs().max()) < TOLERANCE
+    assert float((sae.decode(want) - decoded * 7.0 / 5.0).abs().max()) < TOLERANCE
+    assert float((sae.decode(want) - decoded).abs().max()) > 0.1
+    twice = config["dataset_average_activation_norm"] | {"in": 10.0}
+    other = loaded("other", dataset_average_activation_norm=twice)
+    assert float((other.encode(x) - want).abs().max()) > 0.1
+    refused: dict[str, dict[str, object]] = {
+        "sparsity_include_decoder_norm is read of decoders alone": {
+            "sparsity_include_decoder_norm": True
+        },
+        "dataset_average_activation_norm: in must be a positive": {
+            "dataset_average_activation_norm": {"out": 1}
+        },
+        "jump_relu_threshold must be a positive number, got 'None'": {"jump_relu_threshold": None},
+        "act_fn 'topk' is not read, jumprelu": {"act_fn": "topk"},
+        "norm_activation 'token-wise' is not read": {"norm_activation": "token-wise"},
+        "use_glu_encoder 'True' is not read": {"use_glu_encoder": True},
+    }
+    for number, (message, more) in enumerate(refused.items()):
+        with pytest.raises(ValueError, match=message):
+            loaded(f"refused{number}", **more)
+    tensors["log_jumprelu_threshold"] = torch.zeros(())
+    with pytest.raises(ValueError, match=r"has \['log_jumprelu_threshold'\]: only encoder.weight"):
+        loaded("newer")
+
+
+def test_a_transcoder_is_read_and_added_alone(tmp_path: Path) -> None:
+    """Files of Gemma Scope do not say: at the MLP's input they are transcoders."""
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in made().items()}
+    np.savez(tmp_path / "params.npz", **arrays)
+    sae = Autoencoder.load(tmp_path)
+    assert sae.transcodes is None
+    assert sae.feature(1)["decoder"].shape == (HIDDEN,)
+    assert torch.equal(sae.op(1, POINT, LAYER)["decoder"], sae.decoder[1])
+    at_input = sae.at("mlp_in")
+    assert at_input.transcodes and not sae.at("post_block").transcodes
+    assert torch.equal(at_input.probe(1)["encoder"], sae.encoder[:, 1])
+    for call in (at_input.feature, lambda number: sae.op(number, "mlp_in", LAYER)):
+        with pytest.raises(ValueError, match="is a transcoder, which reads one site and writes"):
+            call(1)
 
 
 def largest(activations: torch.Tensor, k: int) -> torch.Tensor:
@@ -205,6 +338,9 @@ def test_folders_of_sparsify_and_dictionary_learning(tmp_path: Path) -> None:
         Autoencoder.load(tmp_path / "BatchTopKSAE")
 
 
+JUMPS = {"architecture": "jumprelu"}
+
+
 def test_what_is_not_read_is_refused_by_file_and_tensor(tmp_path: Path) -> None:
     good = made()
 
@@ -218,8 +354,26 @@ def test_what_is_not_read_is_refused_by_file_and_tensor(tmp_path: Path) -> None:
     refused("cfg.json lacks apply_b_dec_to_input: say true", good, apply_b_dec_to_input=None)
     refused("k must be a positive int, got 'None'", good, architecture="topk")
     refused("k is 61, there are 60", good, architecture="topk", k=61)
-    refused("rescale_acts_by_decoder_norm", good, rescale_acts_by_decoder_norm=True)
-    refused("normalize_activations 'layer_norm'", good, normalize_activations="layer_norm")
+    zeros = {**good, "W_dec": torch.zeros_like(good["W_dec"])}
+    refused("W_dec has rows of zeros", zeros, rescale_acts_by_decoder_norm=True)
+    refused(
+        "normalize_activations 'covariance_whitening'",
+        good,
+        normalize_activations="covariance_whitening",
+    )
+    refused(
+        "activation_scaler.json with its scaling_factor is not there",
+        good,
+        normalize_activations="expected_average_only_in",
+    )
+    refused("reshape_activations 'hook_z' is not read", good, reshape_activations="hook_z")
+    refused("activation_fn_str 'topk' is not read", good, activation_fn_str="topk")
+    refused("finetuning_scaling_factor 'True'", good, finetuning_scaling_factor=True)
+    refused("apply_b_dec_to_input of a transcoder", good, architecture="transcoder")
+    refused("lacks threshold", {n: t for n, t in good.items() if n != "threshold"}, **JUMPS)
+    skip = {"architecture": "skip_transcoder", "apply_b_dec_to_input": False}
+    refused("lacks W_skip", good, **skip)
+    refused("a skip transcoder with a scaling", good, **skip, normalize_activations="layer_norm")
     refused("lacks W_dec; it has", {name: t for name, t in good.items() if name != "W_dec"})
     refused(r"W_dec is torch.float32 \[60, 23\]", {**good, "W_dec": good["W_dec"][:, 1:].clone()})
     refused(r"b_enc is torch.int64 \[60\]", {**good, "b_enc": torch.zeros(60, dtype=torch.int64)})

@@ -20,6 +20,7 @@ from tests.support import serving
 from tests.support.autoencoders import FEATURES, made_up, save_autoencoder
 from tests.support.serving import Ask, Judge, prompt_of, serve, vector
 from vllm import LLM, RequestOutput
+from vllm.config.points import STREAM_POINTS
 from vllm.pilot import Autoencoder
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.features.autoencoder import opened
@@ -40,7 +41,13 @@ STEERED = {"steering_vectors": {"pre_attn": {1: vector(70)}}}
 
 JUMP, TOP = made_up(1), made_up(2)
 del TOP["threshold"]
-ENTRIES = {"jump": "post_block.1", "top": f"pre_attn.{LAYERS - 1}", "branch": "mlp_out.2"}
+ENTRIES = {
+    "jump": "post_block.1",
+    "top": f"pre_attn.{LAYERS - 1}",
+    "branch": "mlp_out.2",
+    "normed": "post_attn.1",
+    "trans": "mlp_in.1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +60,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             root / "top", TOP, architecture="topk", k=K, apply_b_dec_to_input=True
         ),
         "branch": save_autoencoder(root / "branch", JUMP, apply_b_dec_to_input=True),
+        "normed": save_autoencoder(root / "normed", JUMP, normalize_activations="layer_norm"),
+        "trans": save_autoencoder(root / "trans", JUMP, architecture="jumprelu_transcoder"),
     }
 
 
@@ -66,6 +75,7 @@ def pair(tiny_models: TinyModels, files: dict[str, Path]) -> Iterator[tuple[LLM,
             enable_steering=True,
             steering_families=["add", "feature", "gate", "ablate"],
             capture_consumers=["inline"],
+            capture_points=[*STREAM_POINTS, "mlp_in"],
             features=[f"{name}={files[name]}@{site}" for name, site in ENTRIES.items()],
             max_num_batched_tokens=16,
             **row.engine,
@@ -164,12 +174,59 @@ def test_features_are_what_the_file_says_of_transformers_rows(pair: tuple[LLM, J
         _ = top.values if not top.asked else branch.values
 
 
+def test_rows_that_are_scaled_and_what_an_mlp_reads(pair: tuple[LLM, Judge]) -> None:
+    """Each row by its own mean and deviation; and a transcoder at the MLP's input, whose decoder's
+    row is added to the stream after the block."""
+    llm, judge = pair
+    asked = [
+        read(name="normed", top=7, ids=[5], error=True),
+        read(name="trans", top=5, ids=[9]),
+        {"hooks": {"mlp_in": [1], "post_attn": [1], "post_block": [1]}, "positions": "all"},
+    ]
+    ask = Ask(prompt_of(20, 70), inline(*asked))
+    named = {"op": "add", "features": "trans", "id": 7, "scale": 3.0}
+    written = [
+        Ask(ask.prompt, {"steering": [op], **inline(asked[2])})
+        for op in (named, {**named, "point": "post_block"}, {**named, "point": "pre_attn"})
+    ]
+    outputs = serve(llm, [ask, *written], log_probs=False)
+    results = outputs[0].outputs[0].capture_results
+    normed, trans = (next(iter(results[f"inline[{i}]"].payload.values())) for i in range(2))
+    rows = {site[0]: at.values for site, at in results["inline[2]"].payload.items()}
+    sequence = [*ask.prompt, *outputs[0].outputs[0].token_ids][:-1]
+    streams = judge.reference.run(sequence, judge.deltas(ask, sequence)).rows
+    x = streams["post_attn", 1].double()
+    centre, size = x.mean(1, keepdim=True), x.std(1, keepdim=True)
+    z, _ = before(JUMP, (x - centre) / (size + 1e-5), subtracts=False)
+    f, sure = jumped(z), ~near(z)
+    assert (normed.top_values - f.topk(7).values)[sure].abs().max() < TOLERANCE
+    assert (normed.values[:, 0] - f[:, 5])[sure].abs().max() < TOLERANCE
+    assert (normed.values[:, 0] - jumped(before(JUMP, x, False)[0])[:, 5]).abs().max() > APART
+    decoded = f @ JUMP["W_dec"].double() + JUMP["b_dec"].double()
+    left = x - decoded * size - centre
+    assert (normed.error - left.norm(dim=1))[sure].abs().max() < 1e-3
+    assert (normed.error - (x - decoded).norm(dim=1)).abs().max() > APART
+    z, _ = before(JUMP, rows["mlp_in"], subtracts=False)
+    f, sure = jumped(z), ~near(z)
+    assert (trans.top_values - f.topk(5).values)[sure].abs().max() < TOLERANCE
+    assert (trans.values[:, 0] - jumped(before(JUMP, x, False)[0])[:, 9]).abs().max() > APART
+    by_default, at_block, elsewhere = (
+        {site[0]: at.values for site, at in o.outputs[0].capture_results["inline"].payload.items()}
+        for o in outputs[1:]
+    )
+    assert torch.equal(by_default["post_block"], at_block["post_block"])
+    moved = by_default["post_block"][:20] - rows["post_block"][:20]
+    assert (moved - 3.0 * JUMP["W_dec"][7])[0].abs().max() < TOLERANCE
+    assert (by_default["post_block"] - elsewhere["post_block"]).abs().max() > APART
+
+
 def test_files_are_open_before_the_first_request(pair: tuple[LLM, Judge]) -> None:
     """Which is planned on the event loop of a server, where all others wait."""
     llm, _ = pair
-    paths = [f.path for f in llm.llm_engine.vllm_config.steering_config.feature_files.values()]
+    files = llm.llm_engine.vllm_config.steering_config.feature_files.values()
     misses = opened.cache_info().misses
-    assert len(paths) == 3 and all(opened(path).num_features == FEATURES for path in paths)
+    assert len(files) == len(ENTRIES)
+    assert all(opened(file.path, file.point).num_features == FEATURES for file in files)
     assert opened.cache_info().misses == misses
 
 
@@ -246,7 +303,10 @@ def test_a_rule_watches_a_feature(pair: tuple[LLM, Judge]) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (inline(read(name="none", top=1)), "unknown features 'none'; known are jump, top, branch"),
+        (
+            inline(read(name="none", top=1)),
+            "unknown features 'none'; known are jump, top, branch, normed, trans",
+        ),
         (inline(read(name="jump")), "asks for nothing: give top, ids or error"),
         (inline(read(name="jump", top=129)), "top: must be an int from 0 to 128, got 129"),
         (inline(read(name="jump", ids=[160])), r"ids\[0\]: feature 160 is none of 0-159"),
@@ -265,6 +325,15 @@ def test_a_rule_watches_a_feature(pair: tuple[LLM, Judge]) -> None:
             {"steering": [{"op": "feature", "features": "top", "id": 1, "value": 1}]},
             "is TopK: whether a feature is active depends on all others",
         ),
+        (
+            {"steering": [{"op": "feature", "features": "normed", "id": 1, "value": 1}]},
+            "scales each row by itself .layer_norm.",
+        ),
+        (
+            {"steering": [{"op": "feature", "features": "trans", "id": 1, "value": 1}]},
+            "is a transcoder, which reads one site and writes another",
+        ),
+        (inline(read(name="trans", ids=[1], error=True)), "error: trans is a transcoder"),
         (
             {"steering": [{"op": "feature", "features": "jump", "id": 1, "bias": 0, "value": 1}]},
             "bias: is the feature's own: leave it out",

@@ -97,9 +97,8 @@ class SteeringConfig:
     itself or has `steering_inherit_global=False`."""
     features: list[str] = Field(default_factory=list)
     """Sparse autoencoders that requests read and steer by, as `NAME=PATH@POINT.LAYER`, such as
-    `mood=saes/layer_12@post_block.12`: a folder of SAELens, sparsify or dictionary_learning, or a
-    `params.npz` of Gemma Scope. Each is held on the device if rows are captured. See
-    docs/features.md."""
+    `mood=saes/layer_12@post_block.12`: a folder of SAELens, sparsify, dictionary_learning, Gemma
+    Scope or Llama Scope. Each is held on the device if rows are captured. See docs/features.md."""
 
     compat: list[str] = Field(default_factory=list)
     """Tools whose requests are answered as well, with what they need turned on: lens (vLLM-Lens),

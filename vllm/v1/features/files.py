@@ -1,51 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of sparse autoencoders, as the tools that train them write them, as tensors of one kind.
 
-SAELens              folder with cfg.json, sae_weights.safetensors: ReLU, JumpReLU, TopK, Gated
-Gemma Scope          params.npz: JumpReLU
-sparsify             folder with cfg.json, sae.safetensors: TopK
+SAELens              folder with cfg.json, sae_weights.safetensors: ReLU, JumpReLU, TopK, Gated;
+                     transcoders and skip transcoders of ReLU and JumpReLU
+sparsify             folder with cfg.json, sae.safetensors: TopK; transcoders likewise
 dictionary_learning  folder with config.json, ae.pt: ReLU, JumpReLU, BatchTopK by its threshold
+suites               as `scopes` says
 
-Tensors of safetensors and .pt are mapped from the file: what is not used takes no memory.
+Tensors of safetensors and .pt are mapped from the file: what is not used takes no memory, and a
+factor is kept beside its matrix.
 """
 
-import json
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-Tensors = Mapping[str, torch.Tensor]
-"""Name in the file -> tensor."""
-_ROWS = 1 << 12
-"""Number of rows of a matrix that are looked at together."""
+from vllm.v1.features.scaling import SCALINGS
+from vllm.v1.features.scopes import gemma_scope, gemma_scope_2, llama_scope
+from vllm.v1.features.tensors import (
+    Read,
+    Tensors,
+    config_of,
+    count_of,
+    known,
+    of_columns,
+    of_rows,
+    positive,
+    refuse_true,
+    tensor_of,
+    with_k,
+)
 
-
-class Read(NamedTuple):
-    """Tensors of a file, in one form."""
-
-    source: str
-    """The file, for errors."""
-    encoder: torch.Tensor
-    """[hidden, features], of the file's dtype."""
-    decoder: torch.Tensor
-    """[features, hidden], likewise."""
-    bias: torch.Tensor
-    """float32 [features]; `b_dec` is subtracted from the row before, unless `subtracts` is
-    False."""
-    decoder_bias: torch.Tensor
-    """float32 [hidden]."""
-    threshold: torch.Tensor | None
-    """float32 [features]; None for 0."""
-    k: int
-    """Number of features that stay active in a row; 0 for all."""
-    subtracts: bool
+_ONLY_IN = "expected_average_only_in"
+"""SAELens's name of one factor for all rows, which its trainer folds into the weights when it saves
+for inference, and else leaves in a file beside them."""
 
 
 def read(path: Path) -> Read:
@@ -57,9 +50,7 @@ def read(path: Path) -> Read:
     """
     try:
         if not path.is_dir():
-            with np.load(path, allow_pickle=False) as archive:
-                tensors = {name: torch.from_numpy(archive[name]) for name in archive.files}
-            return _of_columns(str(path), tensors, subtracts=False)
+            return gemma_scope(path)
         for name, reader in _FOLDERS.items():
             if (path / name).exists():
                 return reader(path / name)
@@ -77,159 +68,130 @@ def read(path: Path) -> Read:
 
 
 def _saelens(file: Path) -> Read:
-    config = _config(file.parent / "cfg.json")
-    kind = _known(config, "architecture", "standard", ("standard", "jumprelu", "topk", "gated"))
-    _known(config, "normalize_activations", "none", ("none",), "; fold the scale into the weights")
-    if config.get("rescale_acts_by_decoder_norm"):
-        raise ValueError(
-            "cfg.json: rescale_acts_by_decoder_norm is not read: fold the decoder's norms into "
-            "the weights, as SAELens does when it saves for inference"
-        )
+    config = config_of(file.parent / "cfg.json")
+    kinds = ("standard", "jumprelu", "topk", "gated", *_TRANSCODERS)
+    kind = known(config, "architecture", "standard", kinds)
+    known(config, "reshape_activations", "none", ("none",))
+    for key in ("activation_fn", "activation_fn_str"):
+        known(config, key, "relu", ("relu", kind), "; name an activation by architecture")
+    refuse_true(config, ("finetuning_scaling_factor",), "cfg.json")
     # The tool's own default is to subtract, yet files of Gemma Scope say False: no guess is safe.
     subtracts = config.get("apply_b_dec_to_input")
     if not isinstance(subtracts, bool):
         raise ValueError("cfg.json lacks apply_b_dec_to_input: say true or false there")
     tensors: Tensors = load_file(file)
-    k = _count(config, "k") if kind == "topk" else 0
-    if kind != "gated":
-        return _of_columns(str(file), tensors, subtracts, k)
-    return _gated(str(file), tensors, subtracts)
+    if kind == "gated":
+        made = _gated(str(file), tensors)
+    else:
+        jumps, transcodes = kind.startswith("jumprelu"), kind in _TRANSCODERS
+        made = of_columns(str(file), tensors, jumps=jumps, transcodes=transcodes)
+    made = made._replace(subtracts=subtracts)
+    if kind in _TRANSCODERS and subtracts:
+        raise ValueError("cfg.json: apply_b_dec_to_input of a transcoder is not read")
+    if kind == "topk":
+        made = with_k(made, count_of(config, "k"))
+    if config.get("rescale_acts_by_decoder_norm"):
+        norms = torch.cat([part.float().norm(dim=1) for part in made.decoder.split(1 << 12)])
+        if not bool((norms > 0).all()):
+            raise ValueError(f"{file}: W_dec has rows of zeros, by whose norm nothing is divided")
+        made = made._replace(bias=made.bias * norms, gain=norms, decoder_gain=1 / norms)
+    made = _scaled(file, config.get("normalize_activations"), made)
+    return made if "skip" not in kind else _skipping(made, tensors)
 
 
-def _gated(source: str, tensors: Tensors, subtracts: bool) -> Read:
+_TRANSCODERS = (
+    "transcoder",
+    "skip_transcoder",
+    "jumprelu_transcoder",
+    "jumprelu_skip_transcoder",
+)
+"""SAELens's architectures that read one site and write another."""
+
+
+def _gated(source: str, tensors: Tensors) -> Read:
     """Return a gated autoencoder as the JumpReLU that it is, since its two encoders differ by a
     factor alone (Rajamanoharan et al. 2024, arXiv:2404.16014, section 3.2.1): with y = x W_enc,
     y + b_gate > 0 where y exp(r_mag) + b_mag > b_mag - b_gate exp(r_mag)."""
-    encoder = _tensor(source, tensors, "W_enc", None, None)
-    number = encoder.shape[1]
+    number = tensor_of(source, tensors, "W_enc", None, None).shape[1]
     gate, factor, bias = (
-        _tensor(source, tensors, name, number).float() for name in ("b_gate", "r_mag", "b_mag")
+        tensor_of(source, tensors, name, number).float() for name in ("b_gate", "r_mag", "b_mag")
     )
     factor = factor.exp()
-    made = {"W_enc": encoder.float() * factor, "b_enc": bias, "threshold": bias - gate * factor}
-    return _of_columns(source, {**tensors, **made}, subtracts)
+    made = of_columns(
+        source, {**tensors, "b_enc": bias, "threshold": bias - gate * factor}, jumps=True
+    )
+    return made._replace(gain=factor)
+
+
+def _scaled(file: Path, given: object, made: Read) -> Read:
+    """Return an autoencoder with the scaling of its rows that SAELens names."""
+    key = "normalize_activations"
+    name = known({key: given}, key, "none", ("none", _ONLY_IN, *SCALINGS))
+    if name == "none":
+        return made
+    if name != _ONLY_IN:
+        return made._replace(scaling=name)
+    beside = file.parent / "activation_scaler.json"
+    if not beside.exists():
+        raise ValueError(
+            f"normalize_activations is {_ONLY_IN}, and {beside.name} with its scaling_factor is "
+            "not there: add it, or have SAELens fold the factor into the weights"
+        )
+    config = config_of(beside)
+    refuse_true(config, ("has_whitening",), beside.name)
+    factor = positive(config, "scaling_factor", beside.name)
+    return made._replace(input_scale=factor, output_scale=factor)
+
+
+def _skipping(made: Read, tensors: Tensors) -> Read:
+    """Return a transcoder with the matrix that takes its row past the features."""
+    if made.scaling or made.input_scale != 1:
+        raise ValueError("a skip transcoder with a scaling of its rows is not read")
+    hidden, width = len(made.encoder), made.decoder.shape[1]
+    return made._replace(skip=tensor_of(made.source, tensors, "W_skip", width, hidden))
 
 
 def _sparsify(file: Path) -> Read:
-    config = _config(file.parent / "cfg.json")
-    _known(config, "activation", "topk", ("topk",))
-    if config.get("transcode") or config.get("skip_connection"):
-        raise ValueError("cfg.json: a transcoder reads one site and writes another: not read")
-    return _of_rows(
-        file,
-        load_file(file),
-        ("encoder.weight", "encoder.bias", "W_dec", "b_dec"),
-        k=_count(config, "k"),
+    config = config_of(file.parent / "cfg.json")
+    known(config, "activation", "topk", ("topk",))
+    transcodes, skips = (
+        bool(config.get("transcode")),
+        bool(config.get("skip_connection")),
     )
+    if skips and not transcodes:
+        raise ValueError("cfg.json: skip_connection without transcode is not read")
+    tensors = load_file(file)
+    names = ("encoder.weight", "encoder.bias", "W_dec", "b_dec")
+    made = of_rows(file, tensors, names, transcodes=transcodes)
+    made = with_k(made, count_of(config, "k"))._replace(subtracts=not transcodes)
+    return _skipping(made, tensors) if skips else made
 
 
 def _dictionary_learning(file: Path) -> Read:
-    config = _config(file.parent / "config.json").get("trainer")
+    config = config_of(file.parent / "config.json").get("trainer")
     kinds = ("AutoEncoder", "BatchTopKSAE", "JumpReluAutoEncoder")
-    kind = _known(config if isinstance(config, dict) else {}, "dict_class", "none", kinds)
+    kind = known(config if isinstance(config, dict) else {}, "dict_class", "none", kinds)
     tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
         raise ValueError(f"{file.name} is no mapping of tensors")
     if kind == "JumpReluAutoEncoder":
-        return _of_columns(str(file), tensors, subtracts=False)
-    if kind == "AutoEncoder":
-        names = ("encoder.weight", "encoder.bias", "decoder.weight", "bias")
-        return _of_rows(file, tensors, names, turned=True)
-    if "threshold" not in tensors or not float(tensors["threshold"]) >= 0:
-        raise ValueError(
-            f"{file.name}: a BatchTopK autoencoder serves by its threshold, it has none"
-        )
-    names = ("encoder.weight", "encoder.bias", "decoder.weight", "b_dec")
-    return _of_rows(file, tensors, names, turned=True)
+        return of_columns(str(file), tensors, jumps=True)
+    names = ("encoder.weight", "encoder.bias", "decoder.weight", "bias")
+    if kind == "BatchTopKSAE":
+        if "threshold" not in tensors or not float(tensors["threshold"]) >= 0:
+            raise ValueError(
+                f"{file.name}: a BatchTopK autoencoder serves by its threshold, it has none"
+            )
+        names = (*names[:3], "b_dec")
+    return of_rows(file, tensors, names, turned=True)._replace(subtracts=True)
 
 
 _FOLDERS: dict[str, Callable[[Path], Read]] = {
     "sae_weights.safetensors": _saelens,
     "sae.safetensors": _sparsify,
     "ae.pt": _dictionary_learning,
+    "params.npz": gemma_scope,
+    "params.safetensors": gemma_scope_2,
+    "hyperparams.json": llama_scope,
 }
 """File in a folder -> its reader."""
-
-
-def _of_rows(
-    file: Path, tensors: Tensors, names: tuple[str, ...], k: int = 0, turned: bool = False
-) -> Read:
-    """Read an autoencoder whose encoder is [features, hidden], as `torch.nn.Linear` has it, and
-    that subtracts `b_dec`.
-
-    Args:
-        names: of encoder, its bias, decoder and its bias.
-        turned: True if the decoder is [hidden, features].
-    """
-    encoder, decoder = (_tensor(str(file), tensors, names[i], None, None) for i in (0, 2))
-    made = {
-        "W_enc": encoder.T,
-        "b_enc": _tensor(str(file), tensors, names[1], len(encoder)),
-        "W_dec": decoder.T if turned else decoder,
-        "b_dec": _tensor(str(file), tensors, names[3], encoder.shape[1]),
-    }
-    if "threshold" in tensors:
-        made["threshold"] = tensors["threshold"].expand(len(encoder))
-    return _of_columns(str(file), made, True, k)
-
-
-def _of_columns(source: str, tensors: Tensors, subtracts: bool, k: int = 0) -> Read:
-    """Check tensors by the names of SAELens, where features are columns of the encoder."""
-    encoder = _tensor(source, tensors, "W_enc", None, None)
-    hidden, number = encoder.shape
-    decoder = _tensor(source, tensors, "W_dec", number, hidden)
-    bias = _tensor(source, tensors, "b_enc", number).float()
-    decoder_bias = _tensor(source, tensors, "b_dec", hidden).float()
-    threshold = None
-    if "threshold" in tensors:
-        threshold = _tensor(source, tensors, "threshold", number).float()
-    if k > number:
-        raise ValueError(f"{source}: k is {k}, there are {number} features")
-    return Read(source, encoder, decoder, bias, decoder_bias, threshold, k, subtracts)
-
-
-def _config(file: Path) -> dict[str, Any]:
-    config = json.loads(file.read_text())
-    if not isinstance(config, dict):
-        raise ValueError(f"{file.name} has no object")
-    return config
-
-
-def _known(
-    config: Mapping[str, Any], key: str, default: str, known: tuple[str, ...], remedy: str = ""
-) -> str:
-    """Return a word of a configuration, of some that are known."""
-    word = config.get(key, default)
-    word = default if word is None else word
-    if word not in known:
-        raise ValueError(f"{key} {str(word)[:60]!r} is not read, {', '.join(known)} are{remedy}")
-    return str(word)
-
-
-def _count(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"cfg.json: {key} must be a positive int, got {str(value)[:60]!r}")
-    return value
-
-
-def _tensor(source: str, tensors: Tensors, name: str, *shape: int | None) -> torch.Tensor:
-    """Return a tensor of a file.
-
-    Args:
-        shape: None for any size.
-    """
-    tensor = tensors.get(name)
-    if tensor is None:
-        raise ValueError(f"{source} lacks {name}; it has {sorted(tensors)[:12]}")
-    fits = tensor.dim() == len(shape) and all(
-        size is None or size == found for size, found in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits or not tensor.is_floating_point() or not tensor.numel():
-        wanted = ["any" if size is None else size for size in shape]
-        raise ValueError(
-            f"{source}: {name} is {tensor.dtype} {list(tensor.shape)}, needed are floats {wanted}"
-        )
-    if not all(bool(some.isfinite().all()) for some in tensor.split(_ROWS)):
-        raise ValueError(f"{source}: {name} has numbers that are not finite")
-    return tensor

@@ -7,7 +7,7 @@
 {"name": "angry", "features": "mood", "id": 7, "threshold": 2, "then": "stop"}
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.config.operations import OPERATIONS
@@ -40,7 +40,7 @@ def need_feature_files(files: Mapping[str, FeatureFile], shape: TapShape) -> Non
         path = f"features.{name}"
         if file.point not in shape.offers(file.layer):
             reject(path, f"the model has no {file.point} of layer {file.layer}")
-        width = opened(file.path).hidden_size
+        width = opened(file.path, file.point).hidden_size
         if width != shape.hidden_size:
             reject(path, f"{file.path} reads rows of {width}, the model's have {shape.hidden_size}")
 
@@ -49,21 +49,24 @@ def written_out(entry: Given, shape: TapShape) -> Given:
     """Return an operation with the vectors and numbers of the feature that it names, at the site of
     the autoencoder unless it says another one; an entry that names none as it is.
 
+    What a transcoder decodes is a part of the layer's `post_block`.
+
     Raises:
-        ValueError: there is no such feature, or it is TopK's and the operation reads activations;
-            or the entry has a vector, too.
+        ValueError: there is no such feature, or the operation reads activations, which those of
+            this file cannot be by themselves; or the entry has a vector, too.
     """
     operation = OPERATIONS.get(str(plain(entry.mapping().get("op"))))
     if "features" not in entry or operation is None:
         return entry
     file, autoencoder, number = _found(entry, shape)
-    made: dict[str, Any] = {"point": file.point, "layers": file.layer}
+    point = "post_block" if autoencoder.transcodes else file.point
+    made: dict[str, Any] = {"point": point, "layers": file.layer}
     if operation.reads:
-        found = _feature(autoencoder, number, entry)
+        found = _found_by(autoencoder.feature, number, entry)
         names = {"encoder": operation.reads, "decoder": operation.vector}
         own = {names.get(key, key): value for key, value in found.items()}
     else:
-        own = {operation.vector: autoencoder.decoder[number].float()} if operation.vector else {}
+        own = {operation.vector: autoencoder.direction(number)} if operation.vector else {}
     return _with(entry, made, own)
 
 
@@ -90,15 +93,17 @@ def rule_written_out(rule: Given, shape: TapShape) -> Given:
 
 def _found(entry: Given, shape: TapShape) -> tuple[FeatureFile, Autoencoder, int]:
     file = need_features(entry["features"], shape)
-    autoencoder = opened(file.path)
+    autoencoder = opened(file.path, file.point)
     most = autoencoder.num_features - 1
     unknown = f"must be a feature, 0-{most}, got {{given}}"
     return file, autoencoder, entry["id"].int(0, most, unknown)
 
 
-def _feature(autoencoder: Autoencoder, number: int, entry: Given) -> dict[str, Any]:
+def _found_by(
+    look_up: Callable[[int], dict[str, Any]], number: int, entry: Given
+) -> dict[str, Any]:
     try:
-        return autoencoder.feature(number)
+        return look_up(number)
     except ValueError as error:
         entry["features"].refuse(str(error))
 
@@ -107,7 +112,7 @@ def _probe(autoencoder: Autoencoder, number: int, entry: Given) -> dict[str, Any
     """Return the probe, and the threshold of its product with the row: an activation is greater
     than a number where the product, with the bias, is greater than it and than the autoencoder's
     threshold."""
-    found = _feature(autoencoder, number, entry)
+    found = _found_by(autoencoder.probe, number, entry)
     if "threshold" not in entry:
         entry["threshold"].refuse("is missing: the activation to compare with")
     least = max(entry["threshold"].number(), found["threshold"])

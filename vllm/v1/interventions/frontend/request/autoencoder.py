@@ -34,7 +34,7 @@ def features_making(given: Given, sites: Sequence[Site], shape: TapShape) -> Fea
 
     Raises:
         ValueError: an unknown key or autoencoder, sites that are not its own, nothing asked for, a
-            number out of range.
+            number out of range, the error of a transcoder.
     """
     asked = given.fields(needed=("name",), allowed=("top", "ids", "above", "error"))
     need_one_lane(given.path, shape)
@@ -43,7 +43,8 @@ def features_making(given: Given, sites: Sequence[Site], shape: TapShape) -> Fea
         asked["name"].refuse(
             f"{{given}} reads {file.point} of layer {file.layer}: leave out hooks, or name it alone"
         )
-    size = opened(file.path).num_features
+    autoencoder = opened(file.path, file.point)
+    size = autoencoder.num_features
     most = min(MAX_TOP, size)
     top = asked.get("top", 0).int(0, most, f"must be an int from 0 to {most}, got {{given}}")
     message = f"must be a list of at most {MAX_IDS} features"
@@ -54,6 +55,11 @@ def features_making(given: Given, sites: Sequence[Site], shape: TapShape) -> Fea
     if above < 0:
         asked["above"].refuse("must be at least 0, got {given}")
     error = asked.get("error", False).flag()
+    if error and autoencoder.transcodes:
+        asked["error"].refuse(
+            f"{asked['name'].plain()} is a transcoder, which writes another site than it reads: "
+            "leave error out, and capture both sites' rows"
+        )
     if not (top or ids or error):
         asked.refuse("asks for nothing: give top, ids or error")
     return Features(asked["name"].plain(), size, top, ids, above, error)

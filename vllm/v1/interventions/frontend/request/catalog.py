@@ -29,7 +29,7 @@ class ModuleCatalog:
         self.captures = CaptureMemo()
         # At the start, as it takes seconds a gigabyte: requests are planned beside others.
         for file in config.steering_config.feature_files.values():
-            opened(file.path)
+            opened(file.path, file.point)
         self._config = config
         self._state: Globals | None = None
         """State of which plans are made. A change puts another in its place: threads read it."""

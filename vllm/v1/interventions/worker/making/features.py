@@ -39,7 +39,9 @@ def on_device(
             CPU multiplies in float32.
     """
     dtype = dtype if device.type == "cuda" else torch.float32
-    return {name: _moved(opened(file.path), device, dtype) for name, file in files.items()}
+    return {
+        name: _moved(opened(file.path, file.point), device, dtype) for name, file in files.items()
+    }
 
 
 def _moved(autoencoder: Autoencoder, device: torch.device, dtype: torch.dtype) -> Autoencoder:
@@ -54,9 +56,12 @@ def _moved(autoencoder: Autoencoder, device: torch.device, dtype: torch.dtype) -
         autoencoder,
         encoder=autoencoder.encoder.to(device, dtype),
         decoder=autoencoder.decoder.to(device, dtype),
+        gain=autoencoder.gain.to(device),
+        decoder_gain=autoencoder.decoder_gain.to(device),
         bias=autoencoder.bias.to(device),
         decoder_bias=autoencoder.decoder_bias.to(device),
         threshold=autoencoder.threshold.to(device),
+        skip=None,  # no row is decoded to another site
     )
 
 
@@ -99,7 +104,8 @@ def _read(
 ) -> None:
     """Write what is given of rows [n, hidden] to the fields, each [n, width]."""
     top_ids, top_values, values, active, error = into
-    activations = autoencoder.active(_product(rows, autoencoder.encoder))
+    scaled = autoencoder.scaled(rows)
+    activations = autoencoder.active(_product(scaled.rows, autoencoder.encoder))
     if making.top:
         found = activations.topk(making.top)
         is_active = found.values > making.above
@@ -108,8 +114,9 @@ def _read(
     values.copy_(activations[:, ids])
     active.view(torch.int32)[:, 0] = (activations > making.above).sum(1)
     if making.error:
-        decoded = _product(activations.to(autoencoder.decoder.dtype), autoencoder.decoder)
-        error[:, 0] = (rows.float() - decoded - autoencoder.decoder_bias).norm(dim=1)
+        weights = (activations * autoencoder.decoder_gain).to(autoencoder.decoder.dtype)
+        decoded = _product(weights, autoencoder.decoder) + autoencoder.decoder_bias
+        error[:, 0] = (rows.float() - autoencoder.unscaled(decoded, scaled)).norm(dim=1)
 
 
 def _product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
