@@ -57,7 +57,7 @@ def _vectors(given: Mapping[str, Any], path: str) -> Iterator[Any]:
             _need_numbers(op.get("point"), f"{path}.ops[{i}].point")
             operation = OPERATIONS.get(str(plain(op.get("op"))))
             if operation is not None and operation.ranked:
-                rows = op.get(operation.reads)
+                rows: Any = op.get(operation.reads)
                 yield rows[0] if num_rows(Given(rows, path)) else None
             elif operation is not None:
                 yield op.get(operation.vector)
