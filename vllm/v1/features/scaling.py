@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 _EPSILON = 1e-5
-"""What `layer_norm` adds to the standard deviation that it divides by."""
+"""Number that `layer_norm` adds to the standard deviation before it divides by it."""
 
 
 class Scaled(NamedTuple):

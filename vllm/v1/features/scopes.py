@@ -27,7 +27,7 @@ from vllm.v1.features.tensors import (
 )
 
 _UNIT = 1e-2
-"""How far the norm of a decoder's row may be from 1 for it to count as 1."""
+"""Most that the norm of a decoder's row may differ from 1 to count as 1."""
 
 
 def gemma_scope(file: Path) -> Read:

@@ -40,7 +40,7 @@ class Read(NamedTuple):
     """float32 [features]: what the decoder's rows are multiplied with; None for 1."""
     input_scale: float = 1.0
     output_scale: float = 1.0
-    """What is decoded is divided by it."""
+    """Number by which the decoded row is divided."""
     scaling: str = ""
     """A scaling of `scaling.SCALINGS`; "" for none."""
     transcodes: bool | None = False
