@@ -18,7 +18,7 @@ BUDGETS = {
     "docs/features.md": 890,
     "docs/capture.md": 4370,
     "docs/coming-from.md": 1295,
-    "docs/cookbook.md": 830,
+    "docs/cookbook.md": 980,
     "docs/datasets.md": 800,
     "docs/design.md": 2900,
     "docs/gpu-quickstart.md": 350,

@@ -168,10 +168,17 @@ def clones_own(program: str) -> set[str]:
     return {root for root in roots if (ROOT / root).is_dir()}
 
 
+NEED_A_CLONE = {"docs/cookbook.md": [{"examples"}]}
+"""Page -> what its programs that say that they need a clone import of it: fifty lines that train an
+autoencoder are no part of the package, and the page does not repeat them."""
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_programs_need_no_clone(document: str) -> None:
-    """They import what an installed wheel has."""
-    assert [clones_own(program) for program in programs(document) if clones_own(program)] == []
+    """They import what an installed wheel has, or say that they need a clone."""
+    found = [clones_own(program) for program in programs(document) if clones_own(program)]
+    assert found == NEED_A_CLONE.get(document, [])
+    assert not found or "needs a clone" in (ROOT / document).read_text()
 
 
 def test_the_demo_of_the_wheel_needs_no_clone() -> None:

@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 def test_every_picture_is_drawn_and_shown(made: dict[str, Any]) -> None:
     shown = re.findall(r"^!\[.+\]\(drawings/(cookbook-\w+\.png)\)$", PAGE.read_text(), re.M)
-    assert len(shown) == len(re.findall(r"^## \d+\. ", PAGE.read_text(), re.M)) == 14
+    assert len(shown) == len(re.findall(r"^## \d+\. ", PAGE.read_text(), re.M)) == 15
     drawn = {file.name for file in Path(made["out"]).glob("*.png")}
     assert drawn | {"cookbook-http.png"} == set(shown)
 
@@ -258,6 +258,20 @@ def test_an_imported_vector_acts_in_its_layer(made: dict[str, Any]) -> None:
     assert middle != made["some"][-1] and (made["imported"] - other).abs().max() > 1e-2
 
 
+def test_a_feature_is_set(made: dict[str, Any]) -> None:
+    """The row moves along the feature's decoder by what its activation lacks; one that is not named
+    has another decoder."""
+    named, middle, sae = made["named"], made["middle"], made["sae"]
+    plain = made["rows"]([made["start"]])[0, middle]
+    moved = made["rows"]([made["start"]], steering=[made["clamp"]])[0, middle]
+    lacks = 3 * named.most - sae.encode(plain)[named.feature]
+    want = plain + lacks * sae.decoder[named.feature]
+    torch.testing.assert_close(moved, want, atol=1e-3 * float(want.abs().max()), rtol=0)
+    assert (moved - plain).norm() > 1e-2 * plain.norm()
+    assert 0 < named.share <= 1 and 0 < named.reach <= 1 and named.topic in named.by_topic
+    assert all(before != after for before, after in made["told"].values())
+
+
 @pytest.mark.long
 def test_whole_model_shows_what_the_pictures_say(tmp_path: Path) -> None:
     """Steering moves the words' odds the right way, more in late layers; probes read the mood;
@@ -274,6 +288,7 @@ def test_whole_model_shows_what_the_pictures_say(tmp_path: Path) -> None:
     assert gguf[-1] - gguf[0] > 10
     plain, steered = (torch.stack([t[0] for t in kind]) for kind in made_tracks(whole))
     assert (plain - steered).min() > 10
+    assert whole["named"].share * whole["named"].reach > 0.7
     shut_down(whole["llm"])
 
 
