@@ -19,7 +19,7 @@ import torch
 from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, Reference
-from tests.conformance.tiny import HIDDEN, INNER
+from tests.conformance.tiny import INNER
 from tests.support import serving
 from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector, worst_row
 from vllm import LLM
@@ -224,7 +224,7 @@ def test_listed_by_the_command(
     assert f"  captured, not steered: {captured}" in said
     last = [f"  heads of {heads}"]
     within = "within branches of layers 0-3, where --capture-points has them"
-    last.append(f"  {within}: mlp_act {4 * HIDDEN if name == 'gptj' else INNER}")
+    last.append(f"  {within}: mlp_act {INNER}")
     if name != "gemma4":
         named = "--capture-points or --steering-points"
         last.append(f"  read by branches in layers 0-3, where {named} has it: mlp_in")
