@@ -19,6 +19,7 @@ import pytest
 import vllm
 from tests.conformance.engine import engine
 from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -71,7 +72,9 @@ def test_capture_request_turns_back_seldom(
 
         monkeypatch.setattr(processor, "process_inputs", noted)
         params = SamplingParams(max_tokens=2, capture={"inline": asked})
-        (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7, 8]}], params, use_tqdm=False)
+        (output,) = llm.generate(
+            [TokensPrompt(prompt_token_ids=[5, 6, 7, 8])], params, use_tqdm=False
+        )
     assert output.outputs[0].capture_results is not None
     assert not [file for file in way if file.is_relative_to(ENTRY)]
     assert way.turns(words=False) <= MOST_TURNS

@@ -97,7 +97,7 @@ class HeadTap:
 
 
 class InnerTap(HeadTap):
-    """What a module within a branch reads or makes, as of one head."""
+    """Tap of rows within a branch, which count as one head: a router's logits, an MLP's neurons."""
 
     def read(self, rows: torch.Tensor) -> None:
         """Capture rows, [tokens, this rank's width]; the Transformers backend has them in one

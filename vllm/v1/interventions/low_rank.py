@@ -19,7 +19,7 @@ from vllm.v1.steering_formula import Scalars
 
 @dataclass(frozen=True)
 class LowRank:
-    """What a user gives, float32."""
+    """Matrices of the operation, float32, as a user gives them."""
 
     A: np.ndarray
     """[r, hidden]"""
@@ -29,7 +29,7 @@ class LowRank:
     """[r]"""
 
     def numbers(self, i: int, scalars: Scalars) -> Scalars:
-        """Those of term `i`, of which `scalars` are what all have."""
+        """Numbers of term `i`; `scalars` are those that all terms have."""
         # A difference, so that there is one zero.
         return scalars._replace(
             bias=float(0.0 - self.c[i]),

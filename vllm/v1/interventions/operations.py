@@ -40,7 +40,7 @@ class Op:
     positions: Positions | None
     """Positions at which the operation acts; None for all."""
     terms: list[Term]
-    """Those of the operation, which act one after the other on a row; if `each`, one for each of
+    """Terms of the operation, which act one after the other on a row; if `each`, one for each of
     `positions`, ascending."""
     frozen: bool
     """True if its gate is decided once, at the last prompt row. It acts from there on; if not
@@ -53,7 +53,7 @@ class Op:
 
     @property
     def width(self) -> int:
-        """How many terms act on a row, each of which is one of `max_steering_ops`."""
+        """Number of terms that act on a row; each is one of `max_steering_ops`."""
         return 1 if self.each else len(self.terms)
 
     @property
@@ -76,7 +76,7 @@ class Op:
         return [self.terms[self._rank[position]]] if self.each else self.terms
 
     def deciding(self) -> list[Term]:
-        """What decides the gate at the last prompt row where the operation does not act on it."""
+        """Terms that decide the gate at a last prompt row on which the operation does not act."""
         return [term.deciding() for term in self.terms[: self.width]]
 
     @cached_property

@@ -48,7 +48,7 @@ class ModuleOp(msgspec.Struct, frozen=True):
     """The operation's name, such as "ablate"."""
     sites: list[Site]
     terms: list[Term]
-    """Those of the operation, which act one after the other; all have one gate and one strength."""
+    """Terms of the operation, which act one after the other; all have one gate and one strength."""
     frozen: bool
     """True if its gate is decided at the last prompt token."""
     heads: dict[Site, tuple[int, ...]] = {}

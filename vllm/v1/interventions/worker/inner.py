@@ -82,7 +82,7 @@ class DenseMlp(NamedTuple):
 
     @property
     def neurons(self) -> InnerRows:
-        """What its down projection reads."""
+        """Rows that its down projection reads."""
         parts = self.down.input_is_parallel and self.down.tp_size > 1
         return InnerRows(self.down, self.down.input_size, gathers=parts)
 
@@ -155,8 +155,8 @@ def _takes_rows(module: nn.Module) -> bool:
 
 
 def _replaced(mlp: DenseMlp, rows: torch.Tensor, given: torch.Tensor) -> torch.Tensor | None:
-    """What an MLP returns of some rows if its down projection gives others than it computes, [2,
-    hidden]; None if the projection is not asked once for its neurons, or gives something else."""
+    """Rows that an MLP returns if its down projection gives others than it computes, [2, hidden];
+    None if the projection is not asked once for its neurons, or gives something else."""
     asked: list[tuple[int, ...]] = []
 
     def replace(down: RowParallelLinear, args: tuple[Any, ...], made: Any) -> Any:
