@@ -196,7 +196,7 @@ AREAS = (
     Area(
         "heads, within branches",
         budget=290,  # routers and dense MLPs: how they are found, and proved
-        planned=270,
+        planned=170,
         places=(
             "vllm/model_executor/layers/attention_taps.py",
             "vllm/v1/interventions/worker/attention/layers.py",

@@ -151,17 +151,17 @@ def test_a_low_rank_change_reads_the_row_before_it(steer: Steer, maker: Maker) -
     """Its gate, too; the twin acts by one number of its rank after the other."""
     rows = maker.rows()
     gate = maker.gate()
-    change = maker.op("low_rank", **maker.low_rank(3))
+    change = {**maker.op("low_rank", **maker.low_rank(3)), "strength": 1.0}
+    change["A"][1:] += change["A"][0]
     change["B"] = change["A"].T / maker.hidden  # what one adds, the next would read
     for more, gates in (({}, []), ({"gate": gate}, [gate])):
         want = low_rank(rows, change, *gates)
         assert worst(only(steer, rows, {**change, **more}), want, rows) < 5 * TOLERANCE
-        parts = [
-            {**change, "A": change["A"][i : i + 1], "B": change["B"][:, i : i + 1], **more}
-            for i in range(3)
-        ]
-        parts = [{**part, "c": change["c"][i : i + 1]} for i, part in enumerate(parts)]
-        assert worst(only(steer, rows, *parts), want, rows) > 1e-4
+    parts = [
+        {**change, "A": change["A"][i : i + 1], "B": change["B"][:, i : i + 1]} for i in range(3)
+    ]
+    parts = [{**part, "c": change["c"][i : i + 1]} for i, part in enumerate(parts)]
+    assert worst(only(steer, rows, *parts), low_rank(rows, change), rows) > 1e-4
 
 
 @MANY
@@ -171,7 +171,7 @@ def test_low_rank_changes_and_features_act_one_after_the_other(steer: Steer, mak
     rows = maker.rows()
     first, second = (maker.op("low_rank", **maker.low_rank(2)) for _ in range(2))
     for change in (first, second):
-        change["B"] = change["A"].T / maker.hidden
+        change["B"], change["strength"] = change["A"].T / maker.hidden, 1.0
     second["A"] = first["A"] + second["A"]
     encoder = (first["A"][0] + second["A"][0]) / maker.hidden**0.5
     decoder = first["A"][0] / maker.hidden**0.5

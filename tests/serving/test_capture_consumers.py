@@ -347,7 +347,10 @@ def test_a_consumer_may_capture_of_every_request(everyone: LLM) -> None:
         ({"hooks": {"post_block": [0]}, "positions": [3]}, "positions: must be of last_prompt"),
         ({"positions": "all"}, "hooks: is missing"),
         ({"hooks": {"q": [0, 3]}}, "hooks: rows have different widths"),
-        ({"hooks": {"q": [0]}, "project": [[0.0] * 4]}, "project: is for the residual stream"),
+        (
+            {"hooks": {"q": [0]}, "project": [[0.0] * 4]},
+            "project: is for rows of the residual stream",
+        ),
     ],
 )
 def test_a_wrong_global_capture_is_an_error_at_start_up(
