@@ -19,7 +19,7 @@ import torch
 from tests.support.stored import LAYOUTS, SITES, WIDTH, publish, request, same, started, whole
 from vllm.v1.capture import reader
 from vllm.v1.capture.file_format import CaptureFileError
-from vllm.v1.interventions.makings import Attention
+from vllm.v1.interventions.makings import Attention, Features
 
 pytestmark = pytest.mark.quick
 
@@ -193,7 +193,7 @@ def test_damaged_facts_of_attention(tmp_path: Path) -> None:
     sites, heads = (("attn", 0), ("attn", 3)), ((0, 2), (1, 3))
     info = replace(
         request("of attention", sites, torch.float32, width=12, request_id="probe", tag="t"),
-        heads=heads, attention=READ, projected=False,
+        heads=heads, made=READ, projected=False,
     )  # fmt: skip
     with started(str(tmp_path), layout="packed") as consumer:
         payload, batches = publish(consumer, info)
@@ -222,6 +222,39 @@ def test_damaged_facts_of_attention(tmp_path: Path) -> None:
             reader.open(str(tmp_path)).find("probe").attention(3)
     file.write_bytes(unlike(good))
     assert len(reader.open(str(tmp_path)).find("probe").attention(3)) == len(rows)
+
+
+SEEN = Features("mood", 40, 2, (7, 3), 0.5, True)
+"""A row of it has eight numbers."""
+
+
+def test_damaged_facts_of_features(tmp_path: Path) -> None:
+    """Their width is that of the rows, and every field is what it must be."""
+    site = ("post_block", 3)
+    info = replace(
+        request("of features", (site,), torch.float32, width=8, request_id="probe", tag="t"),
+        made=SEEN, projected=False,
+    )  # fmt: skip
+    with started(str(tmp_path), layout="packed") as consumer:
+        payload, batches = publish(consumer, info)
+    file = tmp_path / str(payload["paths"][0])
+    good = file.read_bytes()
+    rows = reader.open(str(tmp_path)).find("probe").features(*site)
+    values = torch.cat([batch.values[0] for batch in batches])
+    assert (rows.features, rows.asked) == ("mood", (7, 3))
+    assert torch.equal(rows.top_ids, values[:, :2].view(torch.int32))
+    assert torch.equal(rows.values.view(torch.int32), values[:, 4:6].view(torch.int32))
+    known = json.loads(facts(good)["features"])
+    wrong: dict[str, Any] = {"name": 1, "size": "x", "top": 3, "ids": [1], "above": "x", "error": 2}
+    for damage in ({**known, name: value} for name, value in wrong.items()):
+
+        @changed
+        def damaged(tensors: Tensors, record: dict[str, Any], damage: Any = damage) -> None:
+            record["features"] = json.dumps(damage)
+
+        file.write_bytes(damaged(good))
+        with pytest.raises(CaptureFileError, match="its metadata is damaged"):
+            reader.open(str(tmp_path)).find("probe").features(*site)
 
 
 def facts(data: bytes) -> dict[str, str]:

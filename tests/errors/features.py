@@ -52,6 +52,12 @@ def read(value: Any, **more: Any) -> dict[str, Any]:
     return asked(capture={"inline": {"features": value, **more}})
 
 
+def logged() -> dict[str, Any]:
+    """A request that a consumer gets which takes no features."""
+    config = config_of(OFFERED, capture_consumers=["logging"])
+    return {"capture": {"logging": {"features": MOOD}}, "config": config}
+
+
 def write(**more: Any) -> dict[str, Any]:
     return asked(steering=[{"op": "feature", "features": "mood", "id": 1, "value": 1.0, **more}])
 
@@ -95,6 +101,7 @@ FEATURES = [
     Case({"path": "rules[0].features", "given": "layer_norm"}, rule(features="normed")),
     Case({"path": f"{OP}.features"}, write(features="trans")),
     Case(path(f"{AT}.error", "trans"), read({"name": "trans", "error": True})),
+    Case(path("capture.logging.features"), logged()),
     Case(path("rules[0].threshold", "'x'"), rule(threshold="x")),
     Case(
         path("rules[0].threshold"),

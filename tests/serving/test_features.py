@@ -23,6 +23,7 @@ from vllm import LLM, RequestOutput
 from vllm.config.points import STREAM_POINTS
 from vllm.pilot import Autoencoder
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.capture.reader import open as open_captures
 from vllm.v1.features.autoencoder import opened
 from vllm.v1.interventions.worker.making import features as maker
 
@@ -66,7 +67,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_models: TinyModels, files: dict[str, Path]) -> Iterator[tuple[LLM, Judge]]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the consumer that writes files."""
+    return tmp_path_factory.mktemp("acts")
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tiny_models: TinyModels, files: dict[str, Path], root: Path
+) -> Iterator[tuple[LLM, Judge]]:
     path, row = tiny_models.path("llama"), tiny_models.row("llama")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(maker, "ACTIVATION_BYTES", 7 * 4 * FEATURES)  # seven rows at a time
@@ -74,7 +83,7 @@ def pair(tiny_models: TinyModels, files: dict[str, Path]) -> Iterator[tuple[LLM,
             path,
             enable_steering=True,
             steering_families=["add", "feature", "gate", "ablate"],
-            capture_consumers=["inline"],
+            capture_consumers=["inline", f"filesystem:root={root}"],
             capture_points=[*STREAM_POINTS, "mlp_in"],
             features=[f"{name}={files[name]}@{site}" for name, site in ENTRIES.items()],
             max_num_batched_tokens=16,
@@ -298,6 +307,32 @@ def test_a_rule_watches_a_feature(pair: tuple[LLM, Judge]) -> None:
     fired = output.outputs[0].rules
     assert fired["seen"].fired_at == want
     assert fired["ever"].fired_at is None
+
+
+@pytest.mark.parametrize("layout", ["packed", "per_file", "sharded", "ehs"])
+def test_features_in_files(pair: tuple[LLM, Judge], root: Path, layout: str) -> None:
+    """Files give back what inline does, bit for bit, and rows under their names alone."""
+    asked = read(name="jump", top=7, ids=[5, 0, 159], above=0.5, error=True)
+    named = {**asked, "request_id": "seen", "tag": layout, "layout": layout}
+    ask = Ask(prompt_of(20, 70), {"capture": {"inline": asked, "filesystem": named}})
+    [output] = serve(pair[0], [ask], log_probs=False)
+    results = output.outputs[0].capture_results
+    assert {result.status for result in results.values()} == {"ok"}
+    stored = open_captures(str(root)).find("seen", layout)
+    assert stored.sites == (SITE,)
+    rows, kept = results["inline"].payload[SITE], stored.features(*SITE)
+    assert (kept.features, kept.asked, kept.give) == (rows.features, rows.asked, rows.give)
+    assert kept.positions.tolist() == rows.positions.tolist() == list(range(len(rows)))
+    assert kept.token_ids.tolist() == rows.token_ids.tolist()
+    parts, others = rows.parts(), kept.at(3).parts()
+    assert parts.keys() == {"top_ids", "top_values", "values", "active", "error"}
+    for name, part in kept.parts().items():
+        assert part.dtype == parts[name].dtype and torch.equal(part, parts[name])
+        assert torch.equal(others[name], parts[name][3:4])
+    assert not torch.equal(rows.at(3).error, rows.at(4).error)
+    for wrong in (lambda: stored.rows(*SITE), lambda: stored.attention(1)):
+        with pytest.raises(KeyError, match=r"read features|has no attention"):
+            wrong()
 
 
 @pytest.mark.parametrize(

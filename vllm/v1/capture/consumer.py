@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.errors import refuse_unknown_keys
-from vllm.v1.interventions.makings import MAKING_FIELDS, Attention
+from vllm.v1.interventions.makings import MAKING_FIELDS, Making
 from vllm.v1.interventions.plan import Site
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ class RequestInfo:
     lanes, where the stream has several; else empty."""
     reduce: str = ""
     """"mean" if a site has one row, the mean of the positions asked for, at the last of them."""
-    attention: Attention | None = None
-    """Content of the rows in a capture of attention weights: they are float32, and their sites are
-    `("attn", layer)`. Only for classes with `takes_attention`."""
+    made: Making | None = None
+    """Content of the rows where the consumer `takes` such: they are float32; those of `Attention`
+    have sites `("attn", layer)`."""
 
     @property
     def max_bytes(self) -> int:
@@ -156,8 +156,8 @@ class CaptureConsumer(ABC):
     location: ClassVar[Location] = "frontend"
     """The process it runs in."""
 
-    takes_attention: ClassVar[bool] = False
-    """True if requests may capture attention weights for it."""
+    takes: ClassVar[tuple[type[Making], ...]] = ()
+    """Makings of several named fields that requests may ask of it, such as `Attention`."""
 
     capture: Mapping[str, Any] | None = None
     """The capture request of every request that does not name this consumer, such as

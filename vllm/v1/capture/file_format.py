@@ -28,7 +28,7 @@ import msgspec
 import torch
 from fsspec import AbstractFileSystem
 
-from vllm.v1.interventions.makings import Attention
+from vllm.v1.interventions.makings import Attention, Features, Making
 from vllm.v1.interventions.plan import Site
 
 FORMAT = "1"
@@ -63,6 +63,9 @@ _MAX_HEADER = 100_000_000
 """The longest header in bytes that the safetensors library allows."""
 _FIRST_READ = 1 << 16
 """Bytes of a file that are read first to get its header."""
+
+KEPT: tuple[type[Making], ...] = (Attention, Features)
+"""Makings of several named fields whose rows files hold."""
 
 Buffer = bytes | memoryview
 
@@ -116,8 +119,9 @@ class Record:
     points of the residual stream."""
     reduce: str = ""
     """"mean" if a site's row is the mean of the positions asked for, which end with its own."""
-    attention: Attention | None = None
-    """Content of the rows of sites `("attn", layer)`; None without such sites."""
+    made: Making | None = None
+    """Content of the rows where they are of a making in `KEPT`, in the metadata by the name of its
+    field; else None."""
 
     def to_strings(self) -> dict[str, str]:
         """Return the record as metadata of a file, with the version of the format."""
@@ -126,9 +130,9 @@ class Record:
         values["heads"] = json.dumps(self.heads)
         if not self.heads:
             del values["heads"]  # most captures have none
-        del values["attention"]
-        if self.attention is not None:
-            values["attention"] = json.dumps(msgspec.structs.asdict(self.attention))
+        del values["made"]
+        if self.made is not None:
+            values[_key(type(self.made))] = json.dumps(msgspec.structs.asdict(self.made))
         return {"capture_format": FORMAT} | {key: _string(value) for key, value in values.items()}
 
     @classmethod
@@ -157,8 +161,6 @@ class Record:
                     fields[name] = _object(text)
                 elif name == "heads":
                     fields[name] = tuple(tuple(map(int, heads)) for heads in json.loads(text))
-                elif name == "attention":
-                    fields[name] = _attention(text)
                 elif name == "sites":
                     fields[name] = tuple(site_of(tensor) for tensor in text.split())
                 elif kind is bool:
@@ -169,16 +171,18 @@ class Record:
                 raise ValueError(f"unknown dtype {fields['dtype'][:20]!r}")
             if len(fields.get("heads") or fields["sites"]) != len(fields["sites"]):
                 raise ValueError("heads of other sites")
-            if (read := fields.get("attention")) is not None:
-                widths = {read.width(len(heads), 0) for heads in fields["heads"]}
-                if widths != {fields["width"]} or fields["dtype"] != "float32":
-                    raise ValueError("attention of another width or dtype")
+            for kind in KEPT:
+                if (key := _key(kind)) in strings:
+                    made = fields["made"] = _making(kind, strings[key])
+                    widths = {made.width(len(heads), 0) for heads in fields.get("heads", [()])}
+                    if widths != {fields["width"]} or fields["dtype"] != "float32":
+                        raise ValueError(f"{key} of another width or dtype")
         except (KeyError, TypeError, ValueError) as error:
             raise CaptureFileError(f"{where}: its metadata is damaged: {error!r}") from error
         return cls(**fields)
 
 
-_LATER = ("given_id", "metadata", "heads", "reduce", "attention")
+_LATER = ("given_id", "metadata", "heads", "reduce", "made")
 """Fields that files written by earlier versions lack."""
 
 
@@ -190,11 +194,16 @@ def _object(text: str) -> dict[str, Any]:
     return made
 
 
-def _attention(text: str) -> Attention:
-    """Read what `Record.to_strings` made of it, every field and its type checked."""
+def _key(kind: type[Making]) -> str:
+    """Key of a making's fields in the metadata."""
+    return kind.field.partition(".")[0]
+
+
+def _making(kind: type[Making], text: str) -> Making:
+    """Read what `Record.to_strings` made of a making, every field and its type checked."""
     given = _object(text)
-    values = [given[name] for name in Attention.__struct_fields__]
-    return msgspec.convert([Attention.__name__, *values], Attention)
+    values = [given[name] for name in kind.__struct_fields__]
+    return msgspec.convert([kind.__name__, *values], kind)
 
 
 def _string(value: Any) -> str:

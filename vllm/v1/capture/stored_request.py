@@ -12,6 +12,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from vllm.v1.capture.attention import AttentionRows
+from vllm.v1.capture.features import FeatureRows
 from vllm.v1.capture.file_format import (
     LABELS,
     STACKED,
@@ -26,6 +27,7 @@ from vllm.v1.capture.file_format import (
     tensor_name,
 )
 from vllm.v1.capture.results import CapturedRows
+from vllm.v1.interventions.makings import Attention, Features
 from vllm.v1.interventions.plan import Site, dtype_of
 
 
@@ -131,12 +133,14 @@ class StoredRequest:
         """Return the rows of one site, memory-mapped where the file is local.
 
         Raises:
-            KeyError: the request did not capture that site, or captured attention.
+            KeyError: the request did not capture that site, or captured attention or features.
             CaptureFileError: naming the file: it is missing, or shapes, dtypes or positions are not
                 what they must be.
         """
-        if self.record.attention is not None:
+        if isinstance(self.record.made, Attention):
             raise KeyError(f"{self!r} has weights of attention: read attention({layer})")
+        if self.record.made is not None:
+            raise KeyError(f"{self!r} has features: read features({point!r}, {layer})")
         return CapturedRows(*self._site((point, layer)), self._heads.get((point, layer), ()))
 
     def attention(self, layer: int | None) -> AttentionRows:
@@ -147,8 +151,10 @@ class StoredRequest:
             KeyError: the request did not capture attention, or that of another layer.
             CaptureFileError: as `rows`.
         """
-        read, layers = self.record.attention, [n for _, n in self.sites]
-        if read is None or layer not in ([None] if read.sum == "all" else layers):
+        read, layers = self.record.made, [n for _, n in self.sites]
+        if not isinstance(read, Attention) or layer not in (
+            [None] if read.sum == "all" else layers
+        ):
             raise KeyError(f"{self!r} has no attention of layer {layer}, it has {self.sites}")
         if layer is not None:
             heads = self._heads["attn", layer]
@@ -157,6 +163,18 @@ class StoredRequest:
         for site in self.sites[1:]:
             values = values + self._site(site)[2]
         return AttentionRows(positions, token_ids, values, versions, read)
+
+    def features(self, point: str, layer: int) -> FeatureRows:
+        """Return the activations of features at one site, as `inline` gives them.
+
+        Raises:
+            KeyError: the request did not capture that site, or no features.
+            CaptureFileError: as `rows`.
+        """
+        made = self.record.made
+        if not isinstance(made, Features):
+            raise KeyError(f"{self!r} has no features, it has {self.sites}")
+        return FeatureRows(*self._site((point, layer)), made)
 
     @property
     def _heads(self) -> dict[Site, tuple[int, ...]]:

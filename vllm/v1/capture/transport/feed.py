@@ -59,7 +59,7 @@ def request_info(
         fields=selection.fields,
         heads=tuple(selection.heads.get(s, ()) for s in selection.sites) if selection.heads else (),
         reduce="mean" if making.adds_up else "",
-        attention=making.weights,
+        made=making if making.fields else None,
     )
 
 

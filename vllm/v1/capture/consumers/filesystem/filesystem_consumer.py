@@ -33,6 +33,7 @@ from vllm.v1.capture.consumers.filesystem.publication import (
 from vllm.v1.capture.consumers.filesystem.shards import ShardEntry, Shards
 from vllm.v1.capture.consumers.filesystem.store import open_store
 from vllm.v1.capture.file_format import (
+    KEPT,
     LABELS,
     LAYOUTS,
     SUFFIX,
@@ -46,6 +47,7 @@ from vllm.v1.interventions.errors import (
     reject,
     show,
 )
+from vllm.v1.interventions.makings import Making
 from vllm.v1.interventions.values import plain
 
 _T = TypeVar("_T", bound=str)
@@ -67,7 +69,7 @@ class FilesystemConsumer(CaptureConsumer):
     """Writes each completion's rows as safetensors below `root`; `vllm.v1.capture.reader` reads."""
 
     location: ClassVar[Location] = "engine"
-    takes_attention: ClassVar[bool] = True
+    takes: ClassVar[tuple[type[Making], ...]] = KEPT
 
     def __init__(
         self,
@@ -210,7 +212,7 @@ class FilesystemConsumer(CaptureConsumer):
             metadata=fields.get("metadata", {}),
             heads=request.heads,
             reduce=request.reduce,
-            attention=request.attention,
+            made=request.made,
         )
         return Publication(record, _tensors(request, batches), named="request_id" in fields)
 

@@ -19,6 +19,8 @@ class FilesystemCaptureRequest(Mapping[str, Any]):
     """The layers of each point to capture, `{point: layers}`."""
     attention: Mapping[str, Any] | None = None
     """Fields that say what to capture of attention weights, in place of `hooks` and `positions`."""
+    features: Mapping[str, Any] | None = None
+    """Activations of an autoencoder's features to capture; `hooks` may be left out."""
     positions: Any = None
     """Positions to capture; "last_prompt" where none are given, except with `attention`, which has
     none."""

@@ -4,6 +4,7 @@
 import copy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from vllm.v1.interventions.frontend.request.rules import AskedRule, place_rules
 from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS, Selector
 from vllm.v1.interventions.frontend.request.streams import Streams, union
 from vllm.v1.interventions.given import Given
+from vllm.v1.interventions.makings import Attention, Making
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import (
@@ -205,7 +207,7 @@ def _selection(
         fields[TOKENS] = True
     attention = request["attention"]
     if "attention" in request:
-        if not (spec.cls is None or spec.cls.takes_attention) or len(asked) - len(own) > 1:
+        if not _takes(spec, Attention) or len(asked) - len(own) > 1:
             attention.refuse(
                 f"is for {INLINE!r} and 'filesystem', and stands there without hooks, positions, "
                 "project, reduce and tokens; name another consumer, or give a list of captures"
@@ -228,7 +230,7 @@ def _selection(
         knows_end=not selector.wants_last_generated,
         shape=shape,
         prompt=prompt,
-        is_inline=spec.cls is None,
+        takes=partial(_takes, spec),
         catalog=catalog,
         matrices=matrices,
     )
@@ -241,6 +243,11 @@ def _selection(
         making=making_of(of_rows),
         fields=fields,
     )
+
+
+def _takes(spec: ConsumerSpec, making: type[Making]) -> bool:
+    """Tell whether rows of a kind may be asked of a consumer that is not of each kind."""
+    return spec.cls is None or making in spec.cls.takes
 
 
 def _sites(

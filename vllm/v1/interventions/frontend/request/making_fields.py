@@ -51,7 +51,8 @@ class Asked:
     """False if it takes a position that is known only when the answer is over."""
     shape: TapShape
     prompt: Prompt
-    is_inline: bool
+    takes: Callable[[type[Making]], bool]
+    """Tells whether the consumer takes a making that not all take."""
     catalog: ModuleCatalog | None
     """The modules that `project` may name; None outside requests."""
     matrices: dict[str, bytes]
@@ -78,8 +79,8 @@ def making_of(asked: Asked) -> AnyMaking:
         if first:
             given.refuse(f"cannot be combined with {first!r}; give a list of captures")
         first = field.name
-        if field.inline_alone and not asked.is_inline:
-            given.refuse(f"is for {INLINE!r} alone")
+        if field.consumers and not asked.takes(field.making):
+            given.refuse(f"is for {field.consumers}")
         if field.check is not None:
             field.check(given, asked)
         making = field.make(given, asked)
@@ -113,7 +114,8 @@ class _Field:
     check: Callable[[Given, Asked], None] | None = None
     """Raises ValueError if the rows are of a kind that it does not take."""
     is_asked: Callable[[Given], bool] = _has_value
-    inline_alone: bool = False
+    consumers: str = ""
+    """The consumers that take it, in words for an error; empty for all."""
     hooks: Callable[[Given, TapShape], dict[str, Any]] | None = None
     """Returns the hooks of a request that gives none."""
 
@@ -160,6 +162,8 @@ def _check_dose(given: Given, asked: Asked) -> None:
         given.refuse(f"is of {', '.join(BLOCK_POINTS)}, where vectors are added, not {min(other)}")
 
 
+_INLINE_ALONE = f"{INLINE!r} alone"
+
 _FIELDS = (
     _Field(
         Mean,
@@ -171,25 +175,25 @@ _FIELDS = (
         lambda given, asked: lens_making(given, asked.sites, asked.shape, asked.prompt),
         check=_check_lens,
         is_asked=lambda given: True,
-        inline_alone=True,
+        consumers=_INLINE_ALONE,
     ),
     _Field(
         Norms,
         lambda given, asked: Norms(),
         is_asked=lambda given: given.value is not None and given.flag(),
-        inline_alone=True,
+        consumers=_INLINE_ALONE,
     ),
     _Field(
         Dose,
         lambda given, asked: Dose(),
         check=_check_dose,
         is_asked=lambda given: given.value is not None and given.flag(),
-        inline_alone=True,
+        consumers=_INLINE_ALONE,
     ),
     _Field(
         Features,
         lambda given, asked: features_making(given, asked.sites, asked.shape),
-        inline_alone=True,
+        consumers=f"{INLINE!r} and 'filesystem'",
         hooks=hooks_of_features,
     ),
     _Field(Scores, _scores),

@@ -67,7 +67,7 @@ class GatheredRows(RowSource):
 
     def by_site(self) -> SiteRows[Any]:
         """Return the rows as a user gets them."""
-        return SiteRows([*self._keys], self.at, self)
+        return SiteRows([*self._keys], self._maker(), self)
 
     @cached_property
     def _keys(self) -> Mapping[Any, Site]:
@@ -75,7 +75,10 @@ class GatheredRows(RowSource):
 
     def at(self, key: Any) -> CapturedRows | MadeRows[Any]:
         """Return the rows at one of `keys_of`."""
-        return self._made(key) if self.selection.making.fields else self._captured(key)
+        return self._maker()(key)
+
+    def _maker(self) -> Callable[[Any], CapturedRows | MadeRows[Any]]:
+        return self._made if self.selection.making.fields else self._captured
 
     def joined(self, later: Self) -> SiteRows[Any]:
         """Return these rows and then `later`'s, of the same completion and capture."""
@@ -97,19 +100,21 @@ class GatheredRows(RowSource):
         assert self.texts is not None
         return self.texts(self.token_ids.tolist())
 
-    def _of_tokens(self) -> Callable[[], list[str]] | None:
-        return None if self.texts is None else lambda: self._tokens
+    def _of_tokens(self) -> Callable[[], list[str]]:
+        return lambda: self._tokens
 
     def _values(self, site: Site) -> Callable[[], torch.Tensor]:
-        of_site = (partial(r.site, s[site]) for s, r in self.streams if site in s)
-        return next(of_site)
+        for index, rows in self.streams:
+            if site in index:
+                return partial(rows.site, index[site])
+        raise KeyError(site)
 
     def _captured(self, site: Site) -> CapturedRows:
         """Return the rows at a site."""
         as_is, is_queries = self.selection.making.as_is, site[0] == QUERIES
         rule = self.layers[site[1]].rule if as_is and is_queries else None
         heads, at = self.selection.heads.get(site, ()), (self.positions, self.token_ids)
-        values, texts = self._values(site), self._of_tokens()
+        values, texts = self._values(site), self.texts and self._of_tokens()
         return CapturedRows(*at, values, self.versions, heads, rule, texts)
 
     def _made(self, key: Any) -> MadeRows[Any]:
@@ -119,7 +124,8 @@ class GatheredRows(RowSource):
         if key != _OF_ALL:
             site = self._keys[key]
             values, heads = self._values(site), self.selection.heads.get(site, ())
-        return _RESULTS[type(making)](*at, values, self.versions, making, self._of_tokens(), heads)
+        texts = self.texts and self._of_tokens()
+        return _RESULTS[type(making)](*at, values, self.versions, making, texts, heads)
 
     def _sum(self) -> torch.Tensor:
         parts = [rows.site(i) for sites, rows in self.streams for i in range(len(sites))]
