@@ -176,7 +176,7 @@ AREAS = (
     ),
     Area(
         "consumers",
-        budget=1215,  # features in files
+        budget=1215,  # results of streams made when they are read; features in files
         planned=1140,
         places=(
             "vllm/v1/capture/",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SHARED_FIELDS = ("hooks", "lane", "positions", *MAKING_FIELDS)
 """Fields of a capture request that are not for one consumer alone; only `inline` takes `norms`,
-`dose` and `lens`, and `attention` is for `inline` and for classes that take it."""
+`dose` and `lens`; `attention` and `features` are for `inline` and for classes that take them."""
 
 Location = Literal["engine", "frontend"]
 """The process a consumer runs in.

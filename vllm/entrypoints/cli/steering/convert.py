@@ -16,12 +16,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from vllm.v1.interventions.errors import describe, show
+from vllm.v1.interventions.errors import describe, reject, show
 
 MAX_LAYERS = 1024
 """The most layers of a lens."""
 
 _KEYS = ("J", "source_layers", "d_model")
+
+
+def need_new(out: Path) -> None:
+    """Raise ValueError if something is at `out`, or its name is not that of a safetensors file."""
+    if out.suffix != ".safetensors" or out.exists():
+        reject(str(out), "must be a new file that ends with .safetensors")
 
 
 def convert_lens(source: Path, out: Path) -> list[int]:
@@ -38,8 +44,7 @@ def convert_lens(source: Path, out: Path) -> list[int]:
     def refuse(why: str) -> NoReturn:
         raise ValueError(f"{source}: {why}")
 
-    if out.suffix != ".safetensors" or out.exists():
-        raise ValueError(f"{out}: must be a new file that ends with .safetensors")
+    need_new(out)
     size = source.stat().st_size
     try:
         given = load_tensors(source, mmap=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm.entrypoints.cli.steering.convert import MAX_LAYERS, load_tensors
+from vllm.entrypoints.cli.steering.convert import MAX_LAYERS, load_tensors, need_new
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.values import is_array
@@ -54,8 +54,7 @@ def convert_vectors(
         ValueError: the file holds something else; the message names the file and the tensor.
         OSError: a file cannot be read or written.
     """
-    if out.suffix != ".safetensors" or out.exists():
-        reject(str(out), "must be a new file that ends with .safetensors")
+    need_new(out)
     file, suffix = str(source), source.suffix.lower()
     if suffix not in _READERS:
         reject(file, f"holds no vectors: {', '.join(_READERS)} are read")
@@ -91,8 +90,7 @@ def convert_reft(source: Path, out: Path) -> list[int]:
         ValueError: the folder holds something else; the message names the file and the tensor.
         OSError: a file cannot be read or written.
     """
-    if out.suffix != ".safetensors" or out.exists():
-        reject(str(out), "must be a new file that ends with .safetensors")
+    need_new(out)
     module = module_of_reft(source)
     save(out, module)
     return sorted({op["layers"] for op in module["ops"]})
