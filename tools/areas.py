@@ -259,7 +259,7 @@ AREAS = (
     ),
     Area(
         "rules",
-        budget=348,  # scores of two kinds: of probes, and doses
+        budget=460,  # probes of several layers; rules of a request are judged together
         planned=280,
         places=(
             "vllm/v1/capture/rules.py",
@@ -268,6 +268,12 @@ AREAS = (
             "vllm/v1/interventions/given_rules.py",
             "vllm/v1/steering/rule_files.py",
         ),
+    ),
+    Area(
+        "probes",  # heads, pools and files; house-2 knows nothing of them
+        budget=400,
+        planned=0,
+        places=("vllm/v1/interventions/given_probes.py", "vllm/v1/probes/"),
     ),
     Area(
         "variants, graphs",
@@ -298,7 +304,7 @@ AREAS = (
     Area(
         "server and client",
         # Widths of rows within a branch; sweeps over heads, which the toolkit no longer runs.
-        budget=2106,
+        budget=2115,
         planned=1900,
         places=("vllm/entrypoints/serve/steering/",),
         core=False,

@@ -74,4 +74,5 @@ def test_what_is_told_of_them_has_no_probe() -> None:
     assert [rule["then"] for rule in told] == ["stop", "flag"] == list(reversed(RULES_DO))
     given = {key: value for key, value in RULE.items() if key != "probe"}
     assert told[0].pop("probe_norm") > 0
-    assert told[0] == {**given, "below": False, "over": "generated"}
+    kinds = {"head": "linear", "pool": "each"}
+    assert told[0] == {**given, **kinds, "below": False, "over": "generated"}

@@ -26,3 +26,5 @@ class RuleResult:
     """The largest of their scores, those that are not finite left out; None if there is none."""
     min: float | None
     mean: float | None
+    last: float | None = None
+    """The score of the last of these rows: of a probe with a pool, that of the whole answer."""

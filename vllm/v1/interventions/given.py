@@ -85,9 +85,14 @@ class Given:
         for key in needed:
             if key not in found and of:
                 self.refuse(f"{of} needs {key!r}")
-            if key not in found:
+        return Given(found, self.path).need(*needed)
+
+    def need(self, *keys: str) -> "Given":
+        """The mapping, which must have some keys."""
+        for key in keys:
+            if key not in self:
                 reject(self._at(key), "is missing")
-        return Given(found, self.path)
+        return self
 
     def mapping(self, example: str = "") -> Mapping[Any, Any]:
         """The mapping that the value is; the error for another value shows an example."""

@@ -3,8 +3,8 @@
 are those of a prompt."""
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,12 +12,16 @@ import numpy as np
 from vllm.v1.capture.rules import RULES_DO
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.given import Given
+from vllm.v1.interventions.given_probes import read_probe
 from vllm.v1.interventions.named_features import rule_written_out
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_one_lane
 from vllm.v1.interventions.values import plain, plain_list
 from vllm.v1.interventions.vectors import pack_float32
+from vllm.v1.probes.heads import Largest, Linear, Mlp
+from vllm.v1.probes.pools import AnyPool, Each
+from vllm.v1.probes.probe import ServedProbe
 
 MAX_RULES = 32
 """The most rules that a request is judged by, the operator's among them."""
@@ -26,8 +30,8 @@ MAX_WINDOW = 1 << 20
 OVER = {"generated": "all_generated", "prompt": "all_prompt"}
 """The names of positions that only rules have, and what they are to others."""
 
-_NEEDED = ("name", "point", "layer", "threshold")
-_ALLOWED = ("probe", "module", "dose", "below", "over", "need", "of", "then")
+_SCORED = ("probe", "module", "dose")
+_ALLOWED = ("point", "layer", "threshold", *_SCORED, "below", "over", "need", "of", "then")
 _WINDOW = f"must be an int between 1 and {MAX_WINDOW}, got {{given}}"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _FOR_ALL = (*OVER, "all", "predicting", "last_prompt")
@@ -37,18 +41,26 @@ DirectionOf = Callable[[Any, str, Site], np.ndarray]
 
 
 class Probe(msgspec.Struct, frozen=True, tag=True):
-    """Score of a row: its product with a vector."""
+    """Score of a row: what a head makes of its products with vectors at each site, and a pool of
+    the rows up to it."""
 
-    vector: bytes
-    """float32 [hidden], native endian."""
+    vectors: tuple[bytes, ...]
+    """float32 [units, hidden] of each site, native endian."""
+    head: Linear | Mlp = Linear()
+    pool: AnyPool = Each()
 
     def told(self) -> dict[str, Any]:
-        """Return what the operator is told of it: the norm alone."""
-        return {"probe_norm": float(np.linalg.norm(np.frombuffer(self.vector, np.float32)))}
+        """Return what the operator is told of it: the norm, and the kinds of head and pool."""
+        weights = np.frombuffer(b"".join(self.vectors), np.float32)
+        kinds = [msgspec.to_builtins(part)["kind"] for part in (self.head, self.pool)]
+        return {"probe_norm": float(np.linalg.norm(weights)), "head": kinds[0], "pool": kinds[1]}
 
 
 class Dosed(msgspec.Struct, frozen=True, tag=True):
     """Score of a row: its dose, of several sites the largest."""
+
+    head: Largest = Largest()
+    pool: Each = Each()
 
     def told(self) -> dict[str, Any]:
         """Return what the operator is told of it."""
@@ -60,7 +72,6 @@ class GivenRule(msgspec.Struct, frozen=True):
 
     name: str
     sites: list[Site]
-    """Layers of one point; of a probe one."""
     score: Probe | Dosed
     threshold: float
     below: bool
@@ -71,11 +82,12 @@ class GivenRule(msgspec.Struct, frozen=True):
 
     def told(self) -> dict[str, Any]:
         """Return what the operator is told of the rule."""
-        point, layers = self.sites[0][0], [layer for _, layer in self.sites]
+        points, layers = zip(*self.sites, strict=True)
+        point = {"point": points[0]} if len(set(points)) == 1 else {"points": [*points]}
         return {
             "name": self.name,
-            "point": point,
-            "layer": layers[0] if len(layers) == 1 else layers,
+            **point,
+            "layer": layers[0] if len(layers) == 1 else [*layers],
             "threshold": self.threshold,
             "below": self.below,
             "over": self.over,
@@ -90,7 +102,8 @@ def given_rules(
     value: Any, path: str, shape: TapShape, direction_of: DirectionOf, least: int = 1
 ) -> list[GivenRule]:
     """Parse a list of `{"name", "point", "layer", "threshold"}` with "probe", "module" or "dose",
-    and maybe "below", "over", "need", "of" and "then".
+    and maybe "below", "over", "need", "of" and "then"; a probe of several layers has its own sites,
+    and maybe its own threshold.
 
     Args:
         value: the user's list.
@@ -114,27 +127,26 @@ def given_rules(
 
 
 def _rule(given: Given, shape: TapShape, direction_of: DirectionOf) -> GivenRule:
-    rule = rule_written_out(given, shape).fields(needed=_NEEDED, allowed=_ALLOWED)
+    rule = rule_written_out(given, shape).fields(needed=("name",), allowed=_ALLOWED)
     name = rule["name"].text("must be up to 64 letters, digits and _.-, got {given}", _NAME)
     need_one_lane(rule.path, shape)
-    point = rule["point"].point(shape)
-    layers = rule["layer"].layers(point, shape)
-    scores = [name for name in _SCORES if name in rule]
+    scores = [name for name in _SCORED if name in rule]
     if len(scores) != 1:
-        rule.refuse(f"needs one of {', '.join(map(repr, _SCORES))}")
-    if len(layers) > 1 and "dose" not in rule:
-        rule["layer"].refuse("names several layers; give a rule for each")
+        rule.refuse(f"needs one of {', '.join(map(repr, _SCORED))}")
+    scored = _SCORES[scores[0]](rule, shape, direction_of)
     then = rule.get("then", "flag").choice(RULES_DO, "must be 'flag' or 'stop', got {given}")
     need = rule.get("need", 1).int(1, MAX_WINDOW, _WINDOW)
     of = rule.get("of", need).int(1, MAX_WINDOW, _WINDOW)
     if need > of:
         rule["need"].refuse(f"is {need}, more than of={of}")
-    sites = [(point, layer) for layer in layers]
+    threshold = scored.threshold
+    if "threshold" in rule or threshold is None:
+        threshold = rule.need("threshold")["threshold"].number()
     return GivenRule(
         name=name,
-        sites=sites,
-        score=_SCORES[scores[0]](rule[scores[0]], sites[0], shape, direction_of),
-        threshold=rule["threshold"].number(),
+        sites=scored.sites,
+        score=scored.score,
+        threshold=threshold,
         below=rule.get("below", False).flag(),
         over=rule.get("over", "generated").value,
         need=need,
@@ -143,26 +155,62 @@ def _rule(given: Given, shape: TapShape, direction_of: DirectionOf) -> GivenRule
     )
 
 
-def _of_probe(given: Given, site: Site, shape: TapShape, direction_of: DirectionOf) -> Probe:
-    return Probe(pack_float32(given.vector(shape.hidden_size), given.path))
+class _Scored(NamedTuple):
+    """A rule's score, and where it is read."""
+
+    score: Probe | Dosed
+    sites: list[Site]
+    threshold: float | None = None
+    """The probe's own, for a rule without one."""
 
 
-def _of_module(given: Given, site: Site, shape: TapShape, direction_of: DirectionOf) -> Probe:
-    return Probe(pack_float32(direction_of(given.plain(), given.path, site), given.path))
+def _sites(rule: Given, shape: TapShape) -> list[Site]:
+    """Layers of one point, as the rule names them."""
+    point = rule.need("point", "layer")["point"].point(shape)
+    return [(point, layer) for layer in rule["layer"].layers(point, shape)]
 
 
-def _of_dose(given: Given, site: Site, shape: TapShape, direction_of: DirectionOf) -> Dosed:
+def _site(rule: Given, shape: TapShape) -> Site:
+    sites = _sites(rule, shape)
+    if len(sites) > 1:
+        rule["layer"].refuse("names several layers; give a rule for each, or a probe with 'sites'")
+    return sites[0]
+
+
+def _of_probe(rule: Given, shape: TapShape, direction_of: DirectionOf) -> _Scored:
+    given = rule["probe"]
+    if not isinstance(given.value, Mapping | ServedProbe):
+        site = _site(rule, shape)
+        vector = pack_float32(given.vector(shape.hidden_size), given.path)
+        return _Scored(Probe((vector,)), [site])
+    for key in ("point", "layer"):
+        if key in rule:
+            rule[key].refuse("is a vector's; this probe has its own sites: leave it out")
+    probe = read_probe(given, shape)
+    vectors = (np.ascontiguousarray(part).tobytes() for part in probe.weight.swapaxes(0, 1))
+    score = Probe(tuple(vectors), probe.head, probe.pool)
+    return _Scored(score, [*probe.sites], probe.threshold)
+
+
+def _of_module(rule: Given, shape: TapShape, direction_of: DirectionOf) -> _Scored:
+    given, site = rule["module"], _site(rule, shape)
+    direction = direction_of(given.plain(), given.path, site)
+    return _Scored(Probe((pack_float32(direction, given.path),)), [site])
+
+
+def _of_dose(rule: Given, shape: TapShape, direction_of: DirectionOf) -> _Scored:
+    given, sites = rule["dose"], _sites(rule, shape)
     if not given.flag():
         given.refuse("must be true; leave it out for a rule of a probe")
-    return Dosed()
+    return _Scored(Dosed(), sites)
 
 
-_SCORES: dict[str, Callable[[Given, Site, TapShape, DirectionOf], Probe | Dosed]] = {
+_SCORES: dict[str, Callable[[Given, TapShape, DirectionOf], _Scored]] = {
     "probe": _of_probe,
     "module": _of_module,
     "dose": _of_dose,
 }
-"""Key of a rule that says what its score is -> how it is read."""
+"""Key of a rule that says what its score is -> how it is read, with where."""
 
 
 def rules_for_all(

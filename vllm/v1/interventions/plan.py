@@ -15,6 +15,8 @@ import torch
 from vllm.v1.interventions.focus import FocusOp, FocusProgram
 from vllm.v1.interventions.makings import AnyMaking, AnySource, AsIs, Rows
 from vllm.v1.interventions.terms import Term
+from vllm.v1.probes.heads import AnyHead, Linear
+from vllm.v1.probes.pools import AnyPool, Each
 
 Site = tuple[str, int]
 """A place in the model: (point, layer), layer the global decoder layer index from 0."""
@@ -180,7 +182,7 @@ class Rule(msgspec.Struct, frozen=True):
 
     name: str
     sites: list[Site]
-    """The score of a row is the largest of these."""
+    """The score of a row is made of the rows of all."""
     runs: list[int]
     """The positions whose rows count, as `Selection.runs`."""
     threshold: float
@@ -193,7 +195,11 @@ class Rule(msgspec.Struct, frozen=True):
     stream: int = 0
     """The index of the plan's stream that has the scores."""
     column: int = 0
-    """Index of the probe among the rows of that stream's matrix."""
+    """Index of the probe's first vector among the rows of that stream's matrix."""
+    head: AnyHead = Linear()
+    """Function of a row's products with the probe's vectors."""
+    pool: AnyPool = Each()
+    """Function of these numbers of the rows so far, which gives the score."""
     for_all: bool = False
     """True if it is the operator's: of such a rule requests are told the name, if it fired."""
 

@@ -3,11 +3,13 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.interventions.errors import describe, reject
 from vllm.v1.interventions.given_rules import GivenRule, rules_for_all
 from vllm.v1.interventions.sites import need_captured_points
+from vllm.v1.probes.files import load_probe
 from vllm.v1.steering.json_modules import without_repeats
 from vllm.v1.steering.modules import Module, need_module
 
@@ -50,13 +52,14 @@ def parse_operator_rules(
 
 
 def read_rules_file(path: str) -> Any:
-    """Read the file of `--rules`: JSON, `{"rules": [...]}`.
+    """Read the file of `--rules`: JSON, `{"rules": [...]}`, with the files of probes that it names.
 
     Returns:
         What the list is said to be, still to be parsed.
 
     Raises:
-        ValueError: the file cannot be read, is too large, or is no such JSON; the message names it.
+        ValueError: a file cannot be read, is too large, or is of another form; the message names
+            it.
     """
     try:
         with open(path, "rb") as file:
@@ -70,4 +73,21 @@ def read_rules_file(path: str) -> Any:
         reject(f"rules ({path})", f"has more than {MAX_FILE_BYTES} bytes")
     if not isinstance(given, dict) or given.keys() != {"rules"}:
         reject(f"rules ({path})", 'must be JSON of the form {"rules": [...]}')
-    return given["rules"]
+    rules = given["rules"]
+    listed = isinstance(rules, list)
+    return [_with_probe(rule, Path(path).parent) for rule in rules] if listed else rules
+
+
+def _with_probe(rule: Any, folder: Path) -> Any:
+    """Return a rule with the probe in place of `{"file": PATH}`, a path from the folder on."""
+    probe = rule.get("probe") if isinstance(rule, dict) else None
+    if (
+        not isinstance(probe, dict)
+        or probe.keys() != {"file"}
+        or not isinstance(probe["file"], str)
+    ):
+        return rule
+    try:
+        return {**rule, "probe": load_probe(folder / probe["file"])}
+    except (OSError, ValueError) as error:
+        reject(f"rules ({folder / probe['file']})", f"cannot be read: {describe(error)}")

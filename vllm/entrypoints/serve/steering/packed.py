@@ -194,11 +194,19 @@ def read_rules(value: Any, path: str) -> Any:
     if not isinstance(value, list) or len(value) > MAX_RULES:  # refused where they are parsed
         return value
     return [
-        {**rule, "probe": read_array(rule["probe"], f"{path}[{i}].probe")}
+        {**rule, "probe": _read_probe(rule["probe"], f"{path}[{i}].probe")}
         if isinstance(rule, Mapping) and "probe" in rule
         else rule
         for i, rule in enumerate(value)
     ]
+
+
+def _read_probe(value: Any, path: str) -> Any:
+    """Read a packed vector, or the packed arrays of a probe's fields."""
+    if is_packed(value) or not isinstance(value, Mapping):
+        return read_array(value, path)
+    _need_few(value, path)
+    return {k: read_array(v, f"{path}.{show_key(k)}") for k, v in value.items()}
 
 
 def read_capture(value: Any, path: str) -> Any:

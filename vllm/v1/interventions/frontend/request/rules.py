@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -91,7 +92,8 @@ def _positions(rule: GivenRule) -> Any:
 def _asked(
     rule: GivenRule, runs: Positions, for_all: bool, path: str, prompt: Prompt, shape: TapShape
 ) -> AskedRule:
-    prompt.work.charge(shape.hidden_size >> 8, Unit.KILOBYTE, path)
+    units = rule.score.head.units * len(rule.sites)
+    prompt.work.charge(units * shape.hidden_size >> 8, Unit.KILOBYTE, path)
     made = Rule(
         name=rule.name,
         sites=rule.sites,
@@ -102,6 +104,8 @@ def _asked(
         of=rule.of,
         stops=rule.stops,
         for_all=for_all,
+        head=rule.score.head,
+        pool=rule.score.pool,
     )
     return AskedRule(made, rule.score)
 
@@ -118,30 +122,51 @@ def place_rules(
     """
     groups: dict[_Alike, list[int]] = {}
     for i, (rule, score) in enumerate(asked):
-        groups.setdefault((type(score), tuple(rule.sites), tuple(rule.runs)), []).append(i)
+        alike = type(score), tuple(rule.sites), tuple(rule.runs)
+        groups.setdefault(alike, []).append(i)
     placed: dict[int, Rule] = {}
     for (kind, sites, runs), members in groups.items():
-        making, columns = _MADE[kind]([asked[i].score for i in members], shape, projections)
-        scores = Selection(list(sites), list(runs), making=making)
-        selection = streams.add("rules", scores, True, "rules")
-        for column, i in zip(columns, members, strict=True):
-            placed[i] = msgspec.structs.replace(
-                asked[i].rule, stream=selection.streams[0], column=column
-            )
+        for some in _parts(asked, members, shape):
+            making, columns = _MADE[kind]([asked[i].score for i in some], shape, projections)
+            scores = Selection(list(sites), list(runs), making=making)
+            selection = streams.add("rules", scores, True, "rules")
+            for column, i in zip(columns, some, strict=True):
+                placed[i] = msgspec.structs.replace(
+                    asked[i].rule, stream=selection.streams[0], column=column
+                )
     return [placed[i] for i in range(len(asked))]
+
+
+def _parts(asked: Sequence[AskedRule], members: list[int], shape: TapShape) -> list[list[int]]:
+    """Some rules in parts whose scores take no more bytes than the row that they are made of, as
+    far as each by itself does."""
+    parts: list[list[int]] = []
+    room = 0
+    for i in members:
+        units = asked[i].score.head.units
+        if not parts or units > room:
+            parts.append([])
+            room = shape.row_bytes // 4
+        parts[-1].append(i)
+        room -= units
+    return parts
 
 
 _Alike = tuple[type[Probe] | type[Dosed], tuple[Site, ...], tuple[int, ...]]
 """Kind of score, sites and positions of rules whose scores are made at once."""
 _Made = tuple[AnyMaking, Sequence[int]]
-"""Making of the scores of some rules, and the column of each."""
+"""Making of the scores of some rules, and the first column of each."""
 
 
 def _scores(scores: Sequence[Any], shape: TapShape, projections: dict[str, bytes]) -> _Made:
-    matrix = b"".join(score.vector for score in scores)
-    digest = matrix_digest(matrix, shape)
-    projections[digest] = matrix
-    return Scores((digest,), len(scores)), range(len(scores))
+    """The products of several probes with the vectors of each, which are the site's own."""
+    digests = []
+    for parts in zip(*(score.vectors for score in scores), strict=True):
+        matrix = b"".join(parts)
+        digests.append(matrix_digest(matrix, shape))
+        projections[digests[-1]] = matrix
+    *columns, size = accumulate((score.head.units for score in scores), initial=0)
+    return Scores(tuple(digests) if len(set(digests)) > 1 else (digests[0],), size), columns
 
 
 def _doses(scores: Sequence[Any], shape: TapShape, projections: dict[str, bytes]) -> _Made:
