@@ -56,7 +56,7 @@ AREAS = (
     ),
     Area(
         "shared words",
-        budget=795,
+        budget=798,  # a rule's head and pool
         planned=470,
         places=("vllm/v1/interventions/",),
     ),
@@ -271,7 +271,7 @@ AREAS = (
     ),
     Area(
         "probes",  # heads, pools and files; house-2 knows nothing of them
-        budget=400,
+        budget=500,
         planned=0,
         places=("vllm/v1/interventions/given_probes.py", "vllm/v1/probes/"),
     ),
