@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
 
 from tests.errors.case import Case, path
 from tests.support.plans import HIDDEN, SHAPE, VECTOR, config_of
@@ -21,6 +23,7 @@ from vllm.v1.interventions.frontend.control.steering import AsyncSteering
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.resolve import refuse_beam_search
 from vllm.v1.interventions.global_state import startup_state
+from vllm.v1.probes.files import load_probe, made_probe, probe_from_torch
 from vllm.v1.steering import rule_files
 from vllm.v1.steering.modules import parse_module
 from vllm.v1.steering.rule_files import parse_operator_rules, read_rules_file
@@ -133,6 +136,108 @@ OPERATORS = [
 ]
 
 R = "rules[0]"
+P = f"{R}.probe"
+SITES = [["post_block", 1], ["pre_attn", 3]]
+FIELDS: dict[str, Any] = {"sites": SITES, "weight": [VECTOR, VECTOR], "bias": [0.5]}
+MLP: dict[str, Any] = {
+    **FIELDS,
+    "activation": "relu",
+    "output_weight": [[1.0]],
+    "output_bias": [0.0],
+}
+
+WIDE = {**MLP, "weight": np.ones((8, 2, HIDDEN)), "bias": [0.0] * 8, "output_weight": [[1.0] * 8]}
+
+
+def probe(of: dict[str, Any] = FIELDS, **fields: Any) -> dict[str, Any]:
+    """A request for a rule of a probe with its own sites; a field given as None is left out."""
+    kept = {k: v for k, v in {**of, **fields}.items() if v is not None}
+    return rule(point=None, layer=None, probe=kept)
+
+
+def served(sites: int, hidden: int = HIDDEN) -> dict[str, Any]:
+    at = [("pre_attn", i) for i in range(sites)]
+    made = made_probe(at, np.ones((1, sites, hidden)), np.zeros(1))
+    return rule(point=None, layer=None, probe=made)
+
+
+def probe_file(about: Any = None, **tensors: np.ndarray) -> object:
+    """A file with the tensors and what its metadata say."""
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        metadata = None if about is None else {"vllm_probe": json.dumps(about)}
+        save_file(tensors, file.name, metadata)
+        return load_probe(file.name)
+
+
+def not_rules(probe: Any) -> object:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"rules": [{"name": "a", "probe": probe, "threshold": 0}]}, file)
+        file.flush()
+        return read_rules_file(file.name)
+
+
+def state_dict(state: Any) -> object:
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        torch.save(state, file.name)
+        return probe_from_torch(file.name, [("post_block", 1)])
+
+
+ABOUT = {"version": 1, "sites": [["post_block", 1]]}
+WEIGHT = np.ones((1, 1, HIDDEN), np.float32)
+BIAS = np.zeros(1, np.float32)
+
+PROBES = [
+    Case(path(f"{R}.point"), rule(probe=FIELDS)),
+    Case(path(f"{R}.layer"), rule(point=None, probe=FIELDS)),
+    Case(
+        path(f"{R}.threshold"), probe() | {"rules": [{**probe()["rules"][0]} | {"threshold": "x"}]}
+    ),
+    Case(path(P, "['weights']"), probe(weights=1)),
+    Case(path(f"{P}.weight"), probe(weight=None)),
+    Case(path(f"{P}.sites", "int", "1-64") | {"given": "3"}, probe(sites=3)),
+    Case(path(f"{P}.sites", "65", "1-64"), probe(sites=[SITES[0]] * 65)),
+    Case(path(f"{P}.sites", "65", "64"), served(65)),
+    Case(path(f"{P}.sites[0]", "1"), probe(sites=[["post_block"], SITES[0]])),
+    Case(path(f"{P}.sites[0]", "3"), probe(sites=[3, SITES[0]])),
+    Case(path(f"{P}.sites[1]", "'x'"), probe(sites=[SITES[0], "x"])),
+    Case(
+        path(f"{P}.sites[0]", "7") | {"path": f"{P}.sites[0][0]"}, probe(sites=[[7, 1], SITES[0]])
+    ),
+    Case(path(f"{P}.sites[0][1]", "'1'"), probe(sites=[["post_block", "1"], SITES[0]])),
+    Case(path(f"{P}.sites[0][0]", "'mlp'"), probe(sites=[["mlp", 1], SITES[0]])),
+    Case(path(f"{P}.sites[1][1]", "9"), probe(sites=[SITES[0], ["post_block", 9]])),
+    Case(path(f"{P}.weight", "3", "2"), probe(weight=[VECTOR] * 3)),
+    Case(path(f"{P}.weight", "513", "512"), probe(weight=[VECTOR] * 513)),
+    Case(path(f"{P}.weight[0]", "3"), probe(weight=[VECTOR[:3], VECTOR])),
+    Case(path(f"{P}.weight", "int64"), probe(weight=np.ones((2, HIDDEN), int))),
+    Case(path(f"{P}.weight", "3", "4"), served(1, 3)),
+    Case(path(f"{P}.weight", "8", "4"), probe(WIDE)),
+    Case(path(f"{P}.weight[1]"), probe(weight=np.array([[1.0] * 4, [1.0, np.nan, 0, 0]]))),
+    Case(path(f"{P}.bias", "2"), probe(bias=[0.0, 1.0])),
+    Case(path(f"{P}.bias"), probe(bias=[float("inf")])),
+    Case(path(f"{P}.activation", "3"), probe(activation=3)),
+    Case(path(P), probe(MLP, activation="swish")),
+    Case(path(P), probe(MLP, output_bias=None)),
+    Case(path(P), probe(output_bias=[0.0])),
+    Case(path(f"{P}.output_weight", "33", "32"), probe(MLP, output_weight=[[1.0]] * 33)),
+    Case(path(P), probe(MLP, output_bias=[0.0, 1.0])),
+    Case(path(P), probe(sites=[SITES[0]] * 2)),
+    Case(path(f"{P}.pool"), probe(pool={"kind": "median"})),
+    Case(path(f"{P}.pool"), probe(pool={"kind": "exponential", "a": 1.5})),
+    Case(path(f"{P}.pool"), probe(pool={"kind": "rolling_max", "window": 0})),
+    Case(path(f"{P}.pool", "['width']"), probe(pool={"kind": "mean", "width": 2})),
+    Case(path(f"{P}.pool", "'mean'"), probe(pool="mean")),
+    Case(path(P), probe(pool={"kind": "attention"})),
+    Case({}, do=lambda: probe_file(weight=WEIGHT, bias=BIAS)),
+    Case({}, do=lambda: probe_file({**ABOUT, "version": 2}, weight=WEIGHT, bias=BIAS)),
+    Case({}, do=lambda: probe_file({**ABOUT, "sites": 3}, weight=WEIGHT, bias=BIAS)),
+    Case({}, do=lambda: probe_file(ABOUT, weight=WEIGHT)),
+    Case({}, do=lambda: probe_file(ABOUT, weight=WEIGHT, bias=BIAS, more=BIAS)),
+    Case({}, do=lambda: probe_file(ABOUT, weight=WEIGHT, bias=BIAS + np.float32(np.nan))),
+    Case({}, do=lambda: not_rules({"file": "nowhere.safetensors"})),
+    Case({}, do=lambda: state_dict([1])),
+    Case({}, do=lambda: state_dict({"head": torch.ones(2)})),
+]
 RULES = [
     *OPERATORS,
     Case(path("rules", "'toxic'", "1-32"), {"rules": "toxic"}),
@@ -159,6 +264,7 @@ RULES = [
     Case(path(f"{R}.probe", "[2, 4]"), rule(probe=np.ones((2, 4)))),
     Case(path(f"{R}.probe"), rule(probe=np.array([1.0, np.nan, 0.0, 0.0]))),
     Case(path(f"{R}.probe"), rule(probe=np.full(HIDDEN, 1e300))),
+    *PROBES,
     Case(path(R), rule(probe=None)),
     Case(path(R), rule(module="one")),
     Case(path(R), rule(dose=True)),

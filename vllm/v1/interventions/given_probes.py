@@ -99,7 +99,7 @@ def _of_fields(given: Given, shape: TapShape) -> ServedProbe:
         stacked = np.stack(rows).reshape(units, len(sites), hidden)
         return made_probe(sites, stacked, bias, **more)
     except ValueError as error:
-        reject(given.path, str(error))
+        given.refuse(f"is no probe: {error}")
 
 
 def _rows(given: Given, most: int, width: int) -> Sequence[np.ndarray]:
@@ -107,7 +107,7 @@ def _rows(given: Given, most: int, width: int) -> Sequence[np.ndarray]:
     value = given.value
     count = len(value) if isinstance(value, list | tuple) else given.array().shape[0]
     if not 1 <= count <= most:
-        given.refuse(f"has {count} rows, allowed are 1-{most}")
+        given.refuse(f"has {count} rows, the most are {most}")
     return [Given(value[i], f"{given.path}[{i}]").vector(width) for i in range(count)]
 
 

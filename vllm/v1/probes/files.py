@@ -131,35 +131,11 @@ def load_probe(path: str | Path) -> ServedProbe:
         OSError: the file cannot be read.
     """
     if (size := Path(path).stat().st_size) > MAX_FILE_BYTES:
-        raise ValueError(f"{path}: has {size} bytes, a probe at most {MAX_FILE_BYTES}")
+        raise _unreadable(path, f"it has {size} bytes, a probe at most {MAX_FILE_BYTES}")
     try:
         with safe_open(path, framework="np") as file:
-            header = (file.metadata() or {}).get(KEY)
-            names = set(file.keys())
-            tensors = {name: file.get_tensor(name) for name in names} if header else {}
-    except (SafetensorError, TypeError) as error:
-        raise ValueError(f"{path}: cannot be read as safetensors: {error}") from None
-    if header is None:
-        raise ValueError(f"{path}: has no {KEY!r} in its metadata, so it is no probe")
-    try:
-        said = msgspec.json.decode(header, type=_Header)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"{path}: {KEY}: {error}") from None
-    if said.version != 1:
-        raise ValueError(f"{path}: {KEY}: version {said.version} is not known, only 1 is")
-    wanted = {"weight", "bias", *(("output_weight", "output_bias") if said.activation else ())}
-    if names != wanted:
-        lacks, more = sorted(wanted - names), sorted(names - wanted)
-        raise ValueError(
-            f"{path}: has "
-            + (
-                f"no tensor {lacks[0]!r}"
-                if lacks
-                else f"the tensor {more[0]!r}, "
-                f"which a probe with {'an MLP' if said.activation else 'a linear head'} has not"
-            )
-        )
-    try:
+            said = _header((file.metadata() or {}).get(KEY))
+            tensors = {name: file.get_tensor(name) for name in _needed(said, set(file.keys()))}
         return made_probe(
             said.sites,
             **tensors,
@@ -168,8 +144,35 @@ def load_probe(path: str | Path) -> ServedProbe:
             threshold=said.threshold,
             about=said.about,
         )
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    except (SafetensorError, TypeError, ValueError) as error:  # TypeError: numpy has no such dtype
+        raise _unreadable(path, str(error)) from None
+
+
+def _unreadable(path: str | Path, reason: str) -> ValueError:
+    return ValueError(f"probe {path} cannot be read: {reason}")
+
+
+def _header(text: str | None) -> _Header:
+    """Return what the metadata says; raises ValueError where it is of no probe."""
+    if text is None:
+        raise ValueError(f"has no {KEY!r} in its metadata")
+    try:
+        said = msgspec.json.decode(text, type=_Header)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{KEY}: {error}") from None
+    if said.version != 1:
+        raise ValueError(f"{KEY}: version {said.version} is not known, only 1 is")
+    return said
+
+
+def _needed(said: _Header, names: set[str]) -> set[str]:
+    """Return the names of a probe's tensors, which must be those of the file."""
+    needed = {"weight", "bias", *(("output_weight", "output_bias") if said.activation else ())}
+    if lacks := sorted(needed - names):
+        raise ValueError(f"the tensor {lacks[0]!r} is missing")
+    if more := sorted(names - needed):
+        raise ValueError(f"{more[0]!r} is no tensor of such a probe")
+    return needed
 
 
 def probe_from_sklearn(estimator: Any, sites: Sequence[Site], **more: Any) -> ServedProbe:
@@ -195,12 +198,12 @@ def probe_from_sklearn(estimator: Any, sites: Sequence[Site], **more: Any) -> Se
         if len(steps) != 2 or not isinstance(steps[0], StandardScaler):
             _unknown("a pipeline of other steps than a StandardScaler and a classifier")
         scaler, estimator = steps
-        mean = mean if scaler.mean_ is None else scaler.mean_
-        scale = scale if scaler.scale_ is None else scaler.scale_
+        mean = scaler.mean_ if scaler.with_mean else mean
+        scale = scaler.scale_ if scaler.with_std else scale
     if len(estimator.classes_) != 2:
         _unknown(f"a classifier of {len(estimator.classes_)} classes")
     if isinstance(estimator, LinearClassifierMixin):
-        weight = estimator.coef_ / scale
+        weight = np.atleast_2d(estimator.coef_) / scale
         bias = np.atleast_1d(estimator.intercept_) - weight @ np.broadcast_to(mean, weight.shape[1])
         return made_probe(sites, weight, bias, **more)
     if not isinstance(estimator, MLPClassifier) or len(estimator.coefs_) != 2:
@@ -247,7 +250,7 @@ def probe_from_torch(
     except OSError:
         raise
     except Exception as error:  # whatever torch makes of bytes that may be anything
-        raise ValueError(f"{path}: cannot be read as a state dict: {str(error)[:200]}") from None
+        raise _unreadable(path, f"no state dict: {str(error)[:200]}") from None
     is_state = isinstance(state, dict) and all(isinstance(t, torch.Tensor) for t in state.values())
     tensors = {k: t.float().numpy() for k, t in state.items()} if is_state else {}
     names = set(tensors)
@@ -269,7 +272,8 @@ def probe_from_torch(
             **more,
         )
     found = ", ".join(sorted(names)[:8]) if is_state else type(state).__name__
-    raise ValueError(
-        f"{path}: has {found}; taken are weight and bias, 0.weight, 0.bias, 2.weight and "
-        "2.bias, or query.weight and value.weight"
+    raise _unreadable(
+        path,
+        f"has {found}; taken are weight and bias, 0.weight, 0.bias, 2.weight and 2.bias, or "
+        "query.weight and value.weight",
     )

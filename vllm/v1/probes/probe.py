@@ -86,7 +86,8 @@ class ServedProbe:
         Returns:
             float64 [n, outputs].
         """
-        wide = torch.as_tensor(rows).double().numpy()
+        is_tensor = isinstance(rows, torch.Tensor)
+        wide = rows.double().numpy() if is_tensor else rows.astype(np.float64)
         if wide.ndim == 2 and len(self.sites) == 1:
             wide = wide[:, None]
         if wide.ndim != 3 or wide.shape[1:] != self.weight.shape[1:]:
