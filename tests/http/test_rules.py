@@ -19,6 +19,8 @@ from vllm.entrypoints.serve.steering.client import (
     SteeringError,
     joined,
 )
+from vllm.v1.probes.files import made_probe
+from vllm.v1.probes.pools import Max
 
 pytestmark = pytest.mark.full
 
@@ -101,6 +103,31 @@ def test_a_prompt_that_fires_has_an_empty_answer(
         assert choice.rules["toxic"]["fired_at"] == 0
 
 
+def test_a_probe_of_several_layers(client: SteeringClient) -> None:
+    """Its arrays are packed, and its score is the sum over layers; a list of numbers does as well.
+    Of a rule of the operator nothing but kinds and a norm is told."""
+    layers = [LAYER - 1, LAYER]
+    rows = {"hooks": {"post_block": layers}, "positions": "all_generated", "project": PROBE[None]}
+    [plain] = answers(client, PROMPT, False, capture={"inline": rows})
+    made = sum(plain.captures["inline"]["post_block", n].values[:, 0] for n in layers) / 2 + 0.25
+    want = np.maximum.accumulate(made)
+    sites = [("post_block", n) for n in layers]
+    weight = np.stack([PROBE, PROBE]).reshape(1, 2, -1) / 2
+    probe = made_probe(sites, weight, np.array([0.25]), pool=Max(), threshold=float(want.mean()))
+    listed = {**probe.fields(), "weight": weight[0].tolist(), "bias": [0.25]}
+    for given in (probe.fields(), listed):
+        rules = [{"name": "r", "probe": given}, {"name": "s", "probe": given, "threshold": 1e30}]
+        [answer] = answers(client, PROMPT, False, rules=rules)
+        said = answer.rules["r"]
+        assert said["last"] == pytest.approx(float(want[-1]), abs=1e-3)
+        assert said["fired"] == (want > want.mean()).sum() > answer.rules["s"]["fired"] == 0
+    client.set_rules([{"name": "ours", "probe": probe.fields()}])
+    [known] = client.rules()
+    client.set_rules([])
+    assert (known["head"], known["pool"], known["layer"]) == ("linear", "max", layers)
+    assert not {"probe", "weight", "sites"} & known.keys()
+
+
 HOSTILE: list[tuple[Any, str]] = [
     ([rule(name=f"r{i}") for i in range(33)], "rules"),
     ({"toxic": rule()}, "rules"),
@@ -108,6 +135,9 @@ HOSTILE: list[tuple[Any, str]] = [
     ([rule(probe=[0.0] * (HIDDEN + 1))], "rules[0].probe"),
     ([rule(probe={"dtype": "float32", "shape": [HIDDEN], "data": "AA=="})], "rules[0].probe.data"),
     ([rule(over="last_generated")], "rules[0].over"),
+    ([{"name": "a", "probe": {"sites": [["post_block", 0]]}}], "rules[0].probe.weight"),
+    ([{"name": "a", "probe": {"file": "/etc/passwd"}}], "rules[0].probe"),
+    ([{"name": "a", "probe": {"weight": {"data": "AA=="}}}], "rules[0].probe.weight"),
     ([{**rule(), "module": "none"}], "rules[0]"),
     ([{k: v for k, v in rule(module="none").items() if k != "probe"}], "rules[0].module"),
 ]

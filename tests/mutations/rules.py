@@ -10,6 +10,7 @@ from types import ModuleType
 from vllm.v1.interventions.frontend.request import resolve
 from vllm.v1.interventions.frontend.request import rules as rule_request
 from vllm.v1.interventions.frontend.results import watch as rule_watch
+from vllm.v1.probes import heads
 
 
 @dataclass(frozen=True)
@@ -30,31 +31,44 @@ class Mistake:
         return mutant
 
 
-_CROSSES = "scores < rule.threshold if rule.below else scores > rule.threshold"
-_REVERSED = "scores > rule.threshold if rule.below else scores < rule.threshold"
-_ONE_CROSSES, _ONE_REVERSED = (text.replace("scores", "score") for text in (_CROSSES, _REVERSED))
+_SIGNS = "np.where([rule.below for rule in rules], -1.0, 1.0)"
 _ENDS = "self._stop[0] + 1 - self._num_tokens"
-_LARGEST = "np.fmax.reduce(rows[:, self._sites, column], axis=1)"
+_LARGEST = "np.fmax.reduce(products, axis=1)"
+_SUM = "products[:, 0] if products.shape[1] == 1 else products.sum(1)"
 _LAST = "stop = num_tokens - 1 if"
+_FINITE = "self._state.add(numbers[finite])"
 
 _OF_WATCH = {
     "ends a token early": (_ENDS, "self._stop[0] - self._num_tokens"),
     "ends a token late": (_ENDS, "self._stop[0] + 2 - self._num_tokens"),
-    "says the next position": ("[self._at[i] for i in", "[self._at[i] + 1 for i in"),
-    "threshold reversed": (_CROSSES, _REVERSED),
-    "below ignored": (_CROSSES, "scores > rule.threshold"),
-    "need ignored": ("crossed[rule.need - 1 :]", "crossed"),
-    "of ignored": ("< rule.of]", "< 1 << 40]"),
+    "says the next position": ("at[fires].tolist()", "(at[fires] + 1).tolist()"),
+    "threshold reversed": ("* self._signs > self._limits", "* self._signs < self._limits"),
+    "below ignored": (_SIGNS, "np.ones(len(rules))"),
+    "need ignored": ("crossed[need - 1 :]", "crossed"),
+    "of ignored": ("< self._rule.of]", "< 1 << 40]"),
     "forgets the step before": ("[self._crossed, rows]", "[rows]"),
-    "a flag stops": ("if j.rule.stops and j.fired", "if j.fired"),
+    "a flag stops": ("if rule.stops and crossings.fired", "if crossings.fired"),
     "counts rows past the end": (_LAST, "stop = num_tokens + 9 if"),
     "positions ignored": ("self._wanted.mask(positions)", "positions >= 0"),
-    "threshold of one row reversed": (_ONE_CROSSES, _ONE_REVERSED),
-    "below ignored of one row": (_ONE_CROSSES, "score > rule.threshold"),
-    "one of several layers": (_LARGEST, "rows[:, self._sites[0], column]"),
+    "the first layers of a stream": ("made[:, judges.sites]", "made[:, : len(judges.sites)]"),
+    "the first rule's products": (
+        "slice(rule.column, rule.column + rule.head.units)",
+        "slice(0, rule.head.units)",
+    ),
+    "bias ignored": ("rule.head.bias[0]", "0.0"),
+    "what is no number is pooled": ("if finite.all():", "if True:"),
+    "a pool for each step": (
+        "return self._state.add(numbers)",
+        "return type(self._state)().add(numbers)",
+    ),
+}
+_OF_HEADS = {
+    "one of several layers": (_LARGEST, "products[:, 0]"),
     "the smallest dose": (_LARGEST, _LARGEST.replace("fmax", "fmin")),
     "what is no number hides a dose": (_LARGEST, _LARGEST.replace("fmax", "maximum")),
-    "position of one row ignored": ("if position in self._wanted:", "if True:"),
+    "one of several layers of a probe": (_SUM, "products[:, 0]"),
+    "activation before the bias": ("(joined + bias) @", "(joined) @"),
+    "no last bias": ("@ weight + last", "@ weight"),
 }
 _OF_REQUEST = {
     "none of the operator's": ("for rule in of_all:", "for rule in of_all[:0]:"),
@@ -73,5 +87,6 @@ _OF_RESOLVE = {
 }
 
 JUDGED = [Mistake(name, rule_watch, *change) for name, change in _OF_WATCH.items()]
+OF_HEADS = [Mistake(name, heads, *change) for name, change in _OF_HEADS.items()]
 FOR_ALL = [Mistake(name, rule_request, *change) for name, change in _OF_REQUEST.items()]
 FOR_ALL += [Mistake(name, resolve, *change) for name, change in _OF_RESOLVE.items()]

@@ -10,10 +10,11 @@ from hypothesis import Phase, given, settings
 
 from tests.interventions.frontend import test_operator_rules as for_all
 from tests.interventions.frontend import test_rule_watch as judged
-from tests.mutations.rules import FOR_ALL, JUDGED, Mistake
+from tests.mutations.rules import FOR_ALL, JUDGED, OF_HEADS, Mistake
 from tests.support import plans
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.interventions.frontend.request import resolve
+from vllm.v1.probes import heads
 
 pytestmark = pytest.mark.quick
 
@@ -37,9 +38,23 @@ def test_a_wrong_watch_is_noticed(mistake: Mistake, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(judged, "RuleWatches", mistake.made().RuleWatches)
     by_hand = (
         judged.test_a_window_reaches_over_steps,
-        judged.test_of_several_layers_the_largest_dose_counts,
+        judged.test_probes_of_several_layers,
     )
     assert fails(STEPS) or any(map(fails, by_hand))
+
+
+@pytest.mark.parametrize("mistake", OF_HEADS, ids=lambda mistake: mistake.name)
+def test_a_wrong_head_is_noticed(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = mistake.made()
+    for kind in ("Largest", "Linear", "Mlp"):
+        for method in ("joined", "numbers"):
+            wrong = getattr(mutant, kind).__dict__.get(method, getattr(mutant.Head, method))
+            monkeypatch.setattr(getattr(heads, kind), method, wrong)
+    checks = (
+        judged.test_of_several_layers_the_largest_dose_counts,
+        judged.test_probes_of_several_layers,
+    )
+    assert any(map(fails, checks))
 
 
 @pytest.mark.parametrize("mistake", FOR_ALL, ids=lambda mistake: mistake.name)

@@ -154,6 +154,13 @@ def _ours(vector: list[float], width: int) -> Iterator[Body]:
     yield {"rules": [_rule(vector)]}
     module = {key: value for key, value in _rule(vector).items() if key != "probe"}
     yield {"rules": [{**module, "module": "m"}, {**module, "name": "d", "dose": True}]}
+    probe: Body = {"sites": [["pre_attn", 0], ["pre_attn", 1]], "weight": [vector, vector]}
+    probe |= {"bias": [0.0], "activation": "relu", "output_weight": [[1.0]], "output_bias": [0.0]}
+    probe |= {"pool": {"kind": "exponential", "a": 0.5}, "threshold": 0.0, "about": {}}
+    of_probe = {key: value for key, value in module.items() if key not in ("point", "layer")}
+    yield {"rules": [{**of_probe, "probe": probe}]}
+    rolling = {**probe, "weight": packed(2, width), "pool": {"kind": "rolling_max", "window": 2}}
+    yield {"rules": [{**of_probe, "probe": rolling}]}
 
 
 def _lanes(vector: list[float]) -> Iterator[Body]:

@@ -8,6 +8,25 @@ import math
 import numpy as np
 
 from vllm.v1.probes import pools
+from vllm.v1.probes.probe import ServedProbe
+
+
+def numbers_of(probe: ServedProbe, rows: np.ndarray) -> np.ndarray:
+    """What the head gives of rows [n, sites, hidden], of the probe's fields alone."""
+    fields, made = probe.fields(), []
+    units = np.asarray(fields["weight"], float).reshape(len(fields["bias"]), -1)
+    for row in rows.astype(float):
+        hidden = [
+            math.fsum(u * row.ravel()) + float(b)
+            for u, b in zip(units, fields["bias"], strict=True)
+        ]
+        if "output_weight" in fields:
+            active = [max(h, 0.0) for h in hidden]
+            assert fields["activation"] == "relu"
+            last = zip(fields["output_weight"], fields["output_bias"], strict=True)
+            hidden = [math.fsum(w * active) + float(b) for w, b in last]
+        made.append(hidden)
+    return np.array(made)
 
 
 def pooled(pool: pools.AnyPool, numbers: np.ndarray) -> list[float]:

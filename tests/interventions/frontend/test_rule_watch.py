@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.plans import VECTOR, plan_of
+from tests.support.probes import numbers_of, pooled
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.interventions.frontend.results.watch import RuleWatches
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan
+from vllm.v1.probes.files import made_probe
+from vllm.v1.probes.pools import Mean, MultiMax
 
 pytestmark = pytest.mark.quick
 
@@ -147,6 +150,61 @@ def test_of_several_layers_the_largest_dose_counts() -> None:
         result = watch.results(PROMPT + 1)["r"]
         assert result is not None and (result.fired_at, result.fired, result.rows) == (0, 3, 5)
         assert (result.max, result.min) == pytest.approx((0.7, 0.4))
+
+
+def test_probes_of_several_layers() -> None:
+    """Three rules that share a stream and one of another, fed in two steps, beside the definitions;
+    a row that is no number has no score, and silences no row after it."""
+    rng = np.random.default_rng(5)
+    sites = [("pre_attn", 0), ("post_block", 1)]
+
+    def weight(units: int) -> np.ndarray:
+        return rng.normal(size=(units, 2, 4)).astype(np.float32)
+
+    last = {"output_weight": rng.normal(size=(2, 2)), "output_bias": rng.normal(size=2)}
+    probes = [
+        made_probe(sites, weight(1), np.array([0.5])),
+        made_probe(
+            sites, weight(2), rng.normal(size=2), activation="relu", pool=MultiMax(), **last
+        ),
+        made_probe(sites, weight(1), np.array([-1.0]), pool=Mean()),
+    ]
+    given = [{"probe": one, "over": "all", "point": None, "layer": None} for one in probes]
+    rules: list[dict[str, Any]] = [
+        {k: v for k, v in {**RULE, "name": f"r{i}", **one}.items() if v is not None}
+        for i, one in enumerate(given)
+    ]
+    plan = plan_of(rules=[*rules, {**RULE, "name": "r3", "over": "all"}], max_tokens=MOST)
+    assert plan is not None and plan.capture is not None
+    assert [(r.stream, r.column) for r in plan.capture.rules] == [(0, 0), (0, 1), (0, 3), (1, 0)]
+    rows = rng.normal(size=(PROMPT, 2, 4)).astype(np.float32)
+    rows[2] = np.inf
+    made = []
+    for stream in plan.capture.streams:
+        making: Any = stream.making
+        matrices = [np.frombuffer(plan.capture.projections[d], np.float32) for d in making.digests]
+        of_sites = [
+            rows[:, sites.index(s)] @ m.reshape(-1, 4).T
+            for s, m in zip(stream.sites, matrices, strict=True)
+        ]
+        made.append(torch.from_numpy(np.stack(of_sites, 1)))
+    watches = RuleWatches()
+    watch = watches.open("a", plan.capture, PROMPT)
+    assert watch is not None
+    for part in (slice(0, 1), slice(1, PROMPT)):
+        at = np.arange(PROMPT)[part]
+        watches.add([CapturedChunk(at, [m[part] for m in made], 0, [("a", len(at))])])
+    results: dict[str, Any] = watch.results(PROMPT + 1)
+    finite = np.delete(rows, 2, axis=0)
+    for i, probe in enumerate(probes):
+        scores = pooled(probe.pool, numbers_of(probe, finite))
+        result = results[f"r{i}"]
+        fires = sum(score > 0 for score in scores)
+        assert (result.rows, result.fired) == (PROMPT, fires)
+        assert (result.max, result.min) == pytest.approx((max(scores), min(scores)), abs=1e-5)
+        assert result.last == pytest.approx(scores[-1], abs=1e-5)
+    largest = float((finite[:, 1] @ np.array(VECTOR)).max())
+    assert results["r3"].max == pytest.approx(largest, abs=1e-5)
 
 
 def test_scores_that_are_no_numbers_never_fire() -> None:
