@@ -161,7 +161,7 @@ def test_probes_of_several_layers() -> None:
     def weight(units: int) -> np.ndarray:
         return rng.normal(size=(units, 2, 4)).astype(np.float32)
 
-    last = {"output_weight": rng.normal(size=(2, 2)), "output_bias": rng.normal(size=2)}
+    last: dict[str, Any] = {"output_weight": rng.normal(size=(2, 2)), "output_bias": rng.normal(size=2)}
     probes = [
         made_probe(sites, weight(1), np.array([0.5])),
         made_probe(

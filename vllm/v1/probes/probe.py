@@ -86,8 +86,9 @@ class ServedProbe:
         Returns:
             float64 [n, outputs].
         """
-        is_tensor = isinstance(rows, torch.Tensor)
-        wide = rows.double().numpy() if is_tensor else rows.astype(np.float64)
+        if isinstance(rows, torch.Tensor):
+            rows = rows.double().numpy()
+        wide = rows.astype(np.float64)
         if wide.ndim == 2 and len(self.sites) == 1:
             wide = wide[:, None]
         if wide.ndim != 3 or wide.shape[1:] != self.weight.shape[1:]:
