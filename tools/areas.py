@@ -259,11 +259,12 @@ AREAS = (
     ),
     Area(
         "rules",
-        budget=460,  # probes of several layers; rules of a request are judged together
+        budget=510,  # probes of several layers; rules of a request are judged together
         planned=280,
         places=(
             "vllm/v1/capture/rules.py",
             "vllm/v1/interventions/frontend/request/rules.py",
+            "vllm/v1/interventions/frontend/results/judges.py",
             "vllm/v1/interventions/frontend/results/watch.py",
             "vllm/v1/interventions/given_rules.py",
             "vllm/v1/steering/rule_files.py",

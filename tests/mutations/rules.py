@@ -9,6 +9,7 @@ from types import ModuleType
 
 from vllm.v1.interventions.frontend.request import resolve
 from vllm.v1.interventions.frontend.request import rules as rule_request
+from vllm.v1.interventions.frontend.results import judges
 from vllm.v1.interventions.frontend.results import watch as rule_watch
 from vllm.v1.probes import heads
 
@@ -41,21 +42,33 @@ _FINITE = "self._state.add(numbers[finite])"
 _OF_WATCH = {
     "ends a token early": (_ENDS, "self._stop[0] - self._num_tokens"),
     "ends a token late": (_ENDS, "self._stop[0] + 2 - self._num_tokens"),
+    "a flag stops": ("if rule.stops and crossings.fired", "if crossings.fired"),
+    "counts rows past the end": (_LAST, "stop = num_tokens + 9 if"),
+    "another's rows": ("rows, first)", "rows, 0)"),
+    "another's panel": ("panel_key(rules, sites), Panel", "0, Panel"),
+}
+_OF_JUDGES = {
     "says the next position": ("at[fires].tolist()", "(at[fires] + 1).tolist()"),
-    "threshold reversed": ("* self._signs > self._limits", "* self._signs < self._limits"),
+    "threshold reversed": (
+        "scores * self.signs > self.limits",
+        "scores * self.signs < self.limits",
+    ),
     "below ignored": (_SIGNS, "np.ones(len(rules))"),
     "need ignored": ("crossed[need - 1 :]", "crossed"),
     "of ignored": ("< self._rule.of]", "< 1 << 40]"),
     "forgets the step before": ("[self._crossed, rows]", "[rows]"),
-    "a flag stops": ("if rule.stops and crossings.fired", "if crossings.fired"),
-    "counts rows past the end": (_LAST, "stop = num_tokens + 9 if"),
     "positions ignored": ("self._wanted.mask(positions)", "positions >= 0"),
-    "the first layers of a stream": ("made[:, judges.sites]", "made[:, : len(judges.sites)]"),
+    "position of one row ignored": ("elif position in self._wanted:", "else:"),
+    "the first layers of a stream": ("products[:, self.sites]", "products[:, : len(self.sites)]"),
     "the first rule's products": (
         "slice(rule.column, rule.column + rule.head.units)",
         "slice(0, rule.head.units)",
     ),
     "bias ignored": ("rule.head.bias[0]", "0.0"),
+    "threshold of a pool reversed": (
+        "self.panel.signs[i] > self.panel.limits[i]",
+        "self.panel.signs[i] < self.panel.limits[i]",
+    ),
     "what is no number is pooled": ("if finite.all():", "if True:"),
     "a pool for each step": (
         "return self._state.add(numbers)",
@@ -87,6 +100,7 @@ _OF_RESOLVE = {
 }
 
 JUDGED = [Mistake(name, rule_watch, *change) for name, change in _OF_WATCH.items()]
+JUDGED += [Mistake(name, judges, *change) for name, change in _OF_JUDGES.items()]
 OF_HEADS = [Mistake(name, heads, *change) for name, change in _OF_HEADS.items()]
 FOR_ALL = [Mistake(name, rule_request, *change) for name, change in _OF_REQUEST.items()]
 FOR_ALL += [Mistake(name, resolve, *change) for name, change in _OF_RESOLVE.items()]

@@ -14,6 +14,7 @@ from tests.mutations.rules import FOR_ALL, JUDGED, OF_HEADS, Mistake
 from tests.support import plans
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.interventions.frontend.request import resolve
+from vllm.v1.interventions.frontend.results import watch
 from vllm.v1.probes import heads
 
 pytestmark = pytest.mark.quick
@@ -35,7 +36,12 @@ def fails(check: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("mistake", JUDGED, ids=lambda mistake: mistake.name)
 def test_a_wrong_watch_is_noticed(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judged, "RuleWatches", mistake.made().RuleWatches)
+    mutant = mistake.made()
+    if mistake.module is watch:
+        monkeypatch.setattr(judged, "RuleWatches", mutant.RuleWatches)
+    else:
+        monkeypatch.setattr(watch, "Judges", mutant.Judges)
+        monkeypatch.setattr(watch, "Panel", mutant.Panel)
     by_hand = (
         judged.test_a_window_reaches_over_steps,
         judged.test_probes_of_several_layers,

@@ -36,13 +36,15 @@ def plan_for(*rules: dict[str, Any], **fields: Any) -> CapturePlan:
 
 
 def chunk(plan: CapturePlan, owners: dict[str, list[int]], scores: np.ndarray) -> CapturedChunk:
-    """Rows of several requests at given positions; `scores` by rule and position, the same for
-    all."""
+    """Rows of several requests at given positions; `scores` by rule and position, the same for all
+    but "x", whose are the negative ones."""
     positions = np.array([p for at in owners.values() for p in at], dtype=np.int64)
+    negative = [name == "x" for name, at in owners.items() for _ in at]
     values = [torch.zeros(len(positions), len(s.sites), s.width) for s in plan.streams]
     for i, rule in enumerate(plan.rules):
         site = plan.streams[rule.stream].sites.index(rule.sites[0])
-        values[rule.stream][:, site, rule.column] = torch.from_numpy(scores[i][positions]).float()
+        made = np.where(negative, -1, 1) * scores[i][positions]
+        values[rule.stream][:, site, rule.column] = torch.from_numpy(made).float()
     return CapturedChunk(positions, values, 0, [(name, len(at)) for name, at in owners.items()])
 
 
@@ -161,7 +163,10 @@ def test_probes_of_several_layers() -> None:
     def weight(units: int) -> np.ndarray:
         return rng.normal(size=(units, 2, 4)).astype(np.float32)
 
-    last: dict[str, Any] = {"output_weight": rng.normal(size=(2, 2)), "output_bias": rng.normal(size=2)}
+    last: dict[str, Any] = {
+        "output_weight": rng.normal(size=(2, 2)),
+        "output_bias": rng.normal(size=2),
+    }
     probes = [
         made_probe(sites, weight(1), np.array([0.5])),
         made_probe(

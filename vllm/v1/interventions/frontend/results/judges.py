@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of rows by rules, and where rules fire.
+
+Completions that are judged alike share a `Panel`, which scores the rows of a step for all of them
+at once. What is left for each completion is to keep its scores, and its pools.
+"""
+
+from bisect import bisect_left
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm.v1.capture.rules import RuleResult
+from vllm.v1.interventions.plan import CapturePlan, Rule
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.probes.heads import Linear
+from vllm.v1.probes.pools import Each
+
+
+class Judged(NamedTuple):
+    """Rows of a step as a panel sees them."""
+
+    scores: np.ndarray
+    """float64 [n, rules]; NaN of rules that pool."""
+    crossed: np.ndarray
+    """bool [n, rules]: which cross the threshold of a rule."""
+    crosses: list[bool]
+    """Of each row, True if it crosses that of any."""
+    numbers: dict[int, np.ndarray]
+    """Number of a rule that pools -> its head's numbers, [n, outputs]."""
+
+
+class Panel:
+    """Rules that read the same rows of a stream.
+
+    Args:
+        rules: at least one; their names and positions do not matter here.
+        sites: the indices of their sites among those of the stream; None for all.
+    """
+
+    def __init__(self, rules: list[Rule], sites: tuple[int, ...] | None) -> None:
+        self.stream, self.sites, self._join = rules[0].stream, sites, rules[0].head.joined
+        self._size = len(rules)
+        self.signs = np.where([rule.below for rule in rules], -1.0, 1.0)
+        self.limits = self.signs * [rule.threshold for rule in rules]
+        # Most rules: all of them are one addition.
+        shifts = {
+            i: rule.head.bias[0]
+            for i, rule in enumerate(rules)
+            if isinstance(rule.head, Linear) and isinstance(rule.pool, Each)
+        }
+        self._plain, self._shifts = [*shifts], np.array([*shifts.values()])
+        self._columns = [rules[i].column for i in shifts]
+        self.heads = {
+            i: (rule.head, slice(rule.column, rule.column + rule.head.units))
+            for i, rule in enumerate(rules)
+            if i not in shifts
+        }
+        """Number of a rule that pools -> its head, and its columns among the products."""
+
+    def joined(self, products: np.ndarray) -> np.ndarray:
+        """Return the products of all its sites joined, [n, columns], of those of a stream, float64
+        [n, sites, columns]."""
+        return self._join(products if self.sites is None else products[:, self.sites])
+
+    def judge(self, products: np.ndarray) -> Judged:
+        """Score rows, of products as `joined` returns them."""
+        scores = np.full((len(products), self._size), np.nan)
+        scores[:, self._plain] = products[:, self._columns] + self._shifts
+        crossed = scores * self.signs > self.limits
+        with np.errstate(all="ignore"):
+            numbers = {i: head.numbers(products[:, at]) for i, (head, at) in self.heads.items()}
+        return Judged(scores, crossed, crossed.any(1).tolist(), numbers)
+
+
+def panel_key(rules: list[Rule], sites: tuple[int, ...] | None) -> object:
+    """Return what is equal for rules that make equal panels."""
+    parts = ((r.column, r.head, r.pool, r.below, r.threshold) for r in rules)
+    return rules[0].stream, sites, tuple(parts)
+
+
+def among(rule: Rule, plan: CapturePlan) -> tuple[int, ...] | None:
+    """Return the indices of a rule's sites among those of its stream; None for all of them."""
+    sites = plan.streams[rule.stream].sites
+    found = tuple(sites.index(site) for site in rule.sites)
+    return None if found == tuple(range(len(sites))) else found
+
+
+class _Crossings:
+    """Rows at which one rule fired."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._crossed = np.empty(0, np.int64)
+        """The last rows that crossed, `need - 1` of them, counted from the first row."""
+        self.fired: list[int] = []
+        """The positions at which it fired."""
+
+    def add(self, rows: np.ndarray, at: np.ndarray) -> None:
+        """Take the numbers of rows that crossed, and the position of each row so far."""
+        need = self._rule.need
+        crossed = np.concatenate([self._crossed, rows])
+        last = crossed[need - 1 :]
+        fires = last[last - crossed[: len(last)] < self._rule.of]
+        self.fired += at[fires].tolist()
+        self._crossed = crossed[max(len(crossed) - need + 1, 0) :]
+
+
+class _Pooled:
+    """A rule's pool, of the rows of one completion. A row whose numbers are not finite has no
+    score, and the pool does not count it, so no row silences a rule for those after it."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._state = rule.pool.state()
+
+    def add(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the scores of rows, [n], of the head's numbers, [n, outputs]."""
+        finite = np.isfinite(numbers).all(1)
+        if finite.all():
+            return self._state.add(numbers)
+        scores = np.full(len(numbers), np.nan)
+        if finite.any():
+            scores[finite] = self._state.add(numbers[finite])
+        return scores
+
+
+class Judges:
+    """The rules of one completion that read the same rows of a stream at the same positions."""
+
+    def __init__(self, rules: list[Rule], panel: Panel) -> None:
+        self.rules, self.panel = rules, panel
+        self._wanted = Positions.from_flat(rules[0].runs)
+        self._pooled = {i: _Pooled(rules[i]) for i in panel.heads}
+        self.crossings = [_Crossings(rule) for rule in rules]
+        self._rows = 0
+        self._at, self._scores = np.empty(8, np.int64), np.empty((8, len(rules)))
+
+    def add_one(self, position: int, judged: Judged, row: int) -> None:
+        """Take a row that comes alone, as decoding has it, of each request: row `row` of some."""
+        if self._pooled:
+            self.add(np.array([position]), judged, slice(row, row + 1))
+        elif position in self._wanted:
+            at = self._room(1)
+            self._at[at], self._scores[at] = position, judged.scores[row]
+            if judged.crosses[row]:
+                self._cross(judged.crossed[row : row + 1], at)
+
+    def add(self, positions: np.ndarray, judged: Judged, rows: slice) -> None:
+        """Take rows, after all earlier ones.
+
+        Args:
+            positions: int64 [n].
+            judged: rows of some completions.
+            rows: which of them are this one's, n.
+        """
+        keep = self._wanted.mask(positions)
+        if not keep.any():
+            return
+        first = self._room(int(keep.sum()))
+        scores, crossed = self._scores[first : self._rows], judged.crossed[rows][keep]
+        self._at[first : self._rows], scores[:] = positions[keep], judged.scores[rows][keep]
+        for i, pooled in self._pooled.items():
+            scores[:, i] = pooled.add(judged.numbers[i][rows][keep])
+            crossed[:, i] = scores[:, i] * self.panel.signs[i] > self.panel.limits[i]
+        if crossed.any():
+            self._cross(crossed, first)
+
+    def _room(self, rows: int) -> int:
+        """Make room for more rows; return the number of rows before them."""
+        first, self._rows = self._rows, self._rows + rows
+        if self._rows > len(self._at):
+            more = max(self._rows, 2 * len(self._at)) - len(self._at)
+            self._at = np.concatenate([self._at, np.empty(more, np.int64)])
+            self._scores = np.concatenate([self._scores, np.empty((more, len(self.rules)))])
+        return first
+
+    def _cross(self, crossed: np.ndarray, first: int) -> None:
+        """Take which rows from `first` on cross, [n, rules]."""
+        for i in np.flatnonzero(crossed.any(0)).tolist():
+            self.crossings[i].add(np.flatnonzero(crossed[:, i]) + first, self._at)
+
+    def result(self, i: int, stop: int) -> RuleResult:
+        """Return what a rule saw of the rows at positions below `stop`."""
+        rows = int(np.searchsorted(self._at[: self._rows], stop))
+        fired = self.crossings[i].fired[: bisect_left(self.crossings[i].fired, stop)]
+        scores = self._scores[:rows, i]
+        scores = scores[np.isfinite(scores)]
+        of_scores: list[float | None] = [None] * 4
+        if len(scores):
+            of_scores = [*(float(f(scores)) for f in (np.max, np.min, np.mean)), float(scores[-1])]
+        return RuleResult(fired[0] if fired else None, len(fired), rows, *of_scores)
