@@ -4,7 +4,9 @@
     python -m benchmarks.tpot --model CONFIG_DIR [--stock DIR] [--batch 1 32 256] [--json FILE]
         [--processes] [--settle SECONDS] [--landing-gib GIB]
 
-"rule": every request has one, which scores each generated token and never fires. "lens": each has
+"rule": every request has one, which scores each generated token and never fires. "32 probes of 3
+layers" are an operator's, linear, and judge every generated token of every request; "an MLP, an
+attention probe" likewise, of 64 units and of 4 heads, over 3 layers each. "lens": each has
 the logit lens of the middle layer, of each generated token; "32 features" the most active of the
 65,536 of an autoencoder there, and with "set a feature" each request sets one of its own.
 
@@ -51,6 +53,7 @@ from benchmarks.engines import (
     model_shape,
     run_name,
 )
+from benchmarks.probes import LINEAR, POOLED, save_rules
 from benchmarks.results import Row, Run
 
 SHORT = 8
@@ -85,6 +88,8 @@ CASES = {
     "capture 1 layer": Case("capture", Asks(capture="middle")),
     "capture all layers": Case("capture", Asks(capture="all")),
     "rule": Case("capture", Asks(rule=True)),
+    "32 probes of 3 layers": Case("judged"),
+    "an MLP, an attention probe": Case("pooled"),
     "idle, lens": Case("lens"),
     "lens of 1 layer": Case("lens", Asks(capture="lens")),
     "idle, features": Case("features"),
@@ -97,11 +102,14 @@ CASES = {
 }
 
 
-def engines_of(largest: int, landing_gib: float | None, features: str) -> dict[str, Engine]:
+def engines_of(
+    largest: int, landing_gib: float | None, features: str, rules: Path
+) -> dict[str, Engine]:
     """The engines by name, for batches of up to `largest` requests.
 
     Args:
         features: the entry of an autoencoder.
+        rules: the folder with the operator's rules.
     """
     steering = {"enable_steering": True, "max_steering_configs": largest}
     capture: dict[str, Any] = {"capture_consumers": ["inline"], "capture_inline_max_bytes": 1 << 34}
@@ -113,6 +121,8 @@ def engines_of(largest: int, landing_gib: float | None, features: str) -> dict[s
         "both": Engine({**steering, **capture}, modules=largest),
         "steering": Engine(steering, modules=largest),
         "capture": Engine({**capture, "capture_points": ["post_block"]}),
+        "judged": Engine({**capture, "rules": str(rules / LINEAR)}),
+        "pooled": Engine({**capture, "rules": str(rules / POOLED)}),
         "features": Engine(
             {
                 **{**steering, **capture, "capture_points": ["post_block"]},
@@ -220,7 +230,9 @@ def main() -> None:
     features = ""
     if "features" in used:
         features = save_autoencoder(Path(folder.name) / "sae", args.model)
-    known = engines_of(largest, args.landing_gib, features)
+    rules = Path(folder.name)
+    save_rules(rules, args.model)
+    known = engines_of(largest, args.landing_gib, features, rules)
     known |= {f"{name}{BEFORE}": replace(engine, before=True) for name, engine in known.items()}
     started = {name: engine for name, engine in known.items() if name in used}
     common = {
