@@ -324,6 +324,7 @@ def test_capture_page(model: Path, tmp_path: Path) -> None:
     assert likeliest.strip("[") == answer.strip("]"), "the last layer says what was sampled"
     assert said["logged"].startswith(f"{prompt + 4} rows of post_block 0 |h|=")
     assert said["read"] == f"torch.Size([{prompt + 4}, {hidden}])"
+    assert abs(float(said["probe"])) > 1e-3
     written = ast.literal_eval(said["written"])
     assert all((tmp_path / "captures" / name).is_file() for name in written)
 
