@@ -26,7 +26,7 @@ from vllm.v1.interventions.global_state import startup_state
 from vllm.v1.probes.files import load_probe, made_probe, probe_from_torch
 from vllm.v1.steering import rule_files
 from vllm.v1.steering.modules import parse_module
-from vllm.v1.steering.rule_files import parse_operator_rules, read_rules_file
+from vllm.v1.steering.rule_files import parse_operator_rules, read_rules_file, read_webhook
 
 SELECTORS = (
     "last_prompt, all_prompt, all_generated, last_generated, predicting, all, "
@@ -176,6 +176,13 @@ def not_rules(probe: Any) -> object:
         return read_rules_file(file.name)
 
 
+def hooked(webhook: Any) -> object:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"rules": [], "webhook": webhook}, file)
+        file.flush()
+        return read_webhook(file.name)
+
+
 def state_dict(state: Any) -> object:
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         torch.save(state, file.name)
@@ -235,6 +242,11 @@ PROBES = [
     Case({}, do=lambda: probe_file(ABOUT, weight=WEIGHT, bias=BIAS, more=BIAS)),
     Case({}, do=lambda: probe_file(ABOUT, weight=WEIGHT, bias=BIAS + np.float32(np.nan))),
     Case({}, do=lambda: not_rules({"file": "nowhere.safetensors"})),
+    Case({}, do=lambda: hooked("nowhere")),
+    Case({}, do=lambda: hooked({"url": "ftp://a"})),
+    Case({}, do=lambda: hooked({"url": "http://a", "queue": 0})),
+    Case({}, do=lambda: hooked({"url": "http://a", "secret": "x"})),
+    Case({}, do=lambda: hooked({"url": "http://a", "secret_file": "/nowhere/secret"})),
     Case({}, do=lambda: state_dict([1])),
     Case({}, do=lambda: state_dict({"head": torch.ones(2)})),
 ]

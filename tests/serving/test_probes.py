@@ -5,6 +5,8 @@ that chunk, preempt, draft and take prompts from the prefix cache."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import torch
 
 from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
+from tests.interventions.frontend.test_webhook import Receiver, until
 from tests.serving import test_speculation
 from tests.serving.test_rules import CHUNKED, DRAFTS, GENERATED, LIMIT, PROMPTS
 from tests.support import serving
@@ -21,7 +24,7 @@ from tests.support.probes import pooled
 from tests.support.selected import expected_positions
 from tests.support.serving import Ask, capture, serve
 from vllm import LLM
-from vllm.v1.probes.files import made_probe
+from vllm.v1.probes.files import made_probe, save_probe
 from vllm.v1.probes.pools import Attention, Exponential, Max, Mean, MultiMax, RollingMax
 from vllm.v1.probes.probe import ServedProbe
 
@@ -59,12 +62,36 @@ PROBES: dict[str, tuple[ServedProbe, str]] = {
 """Probes by name, and the rows that count."""
 
 
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    started = Receiver()
+    yield started
+    started.close()
+
+
 @pytest.fixture(scope="module", params=[pytest.param("chunked", marks=pytest.mark.v2), "drafts"])
-def llm(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[LLM]:
+def llm(
+    request: pytest.FixtureRequest,
+    tiny_models: TinyModels,
+    receiver: Receiver,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[LLM]:
+    """The operator has a rule of a probe's file, which fires at every first generated row, and a
+    webhook that is told so."""
     if request.param == "drafts":
         test_speculation.keep_engines_startable()
+    folder = tmp_path_factory.mktemp("rules")
+    save_probe(PROBES["mlp"][0], folder / "house.safetensors")
+    house = {"name": "house", "probe": {"file": "house.safetensors"}, "threshold": -1e30}
+    rules = {"rules": [house], "webhook": {"url": receiver.url, "text": True}}
+    (folder / "rules.json").write_text(json.dumps(rules))
     options = CHUNKED if request.param == "chunked" else DRAFTS
-    engine = make_llm(tiny_models.path("llama"), capture_consumers=["inline"], **options)
+    engine = make_llm(
+        tiny_models.path("llama"),
+        capture_consumers=["inline"],
+        rules=str(folder / "rules.json"),
+        **options,
+    )
     yield engine
     shut_down(engine)
 
@@ -128,6 +155,26 @@ def test_every_head_and_pool_is_what_it_says(llm: LLM, wants: list[Replay]) -> N
                 made = [max(seen), min(seen), sum(seen) / len(seen), seen[-1]]
                 said = [result.max, result.min, result.mean, result.last]
                 assert said == pytest.approx(made, abs=2e-4), rule["name"]
+
+
+def test_an_operator_is_told_of_each_answer(
+    llm: LLM, receiver: Receiver, wants: list[Replay]
+) -> None:
+    """By the webhook, once, with the score of the row; the answer has the rule's name alone."""
+    time.sleep(0.5)  # of earlier answers
+    before = len(receiver.got)
+    outputs = serve(llm, [Ask(w.prompt, LIMIT) for w in wants], log_probs=False)
+    until(lambda: len(receiver.got) == before + len(wants))
+    events = [json.loads(body) for _, body in receiver.got[before:]]
+    of_request = {event["request"]: event for event in events}
+    for want, output in zip(wants, outputs, strict=True):
+        assert output.outputs[0].rules == {"house": None}
+        event = of_request[output.request_id]
+        assert (event["rule"], event["then"], event["sample"]) == ("house", "flag", 0)
+        assert event["position"] == len(want.prompt) == event["prompt_tokens"]
+        [first, *_] = want.scores(PROBES["mlp"][0], "generated").values()
+        assert event["score"] == pytest.approx(first, abs=2e-4) and "answer" in event
+    assert max(e["score"] for e in events) - min(e["score"] for e in events) > 1e-2
 
 
 def test_sites_are_not_exchanged_and_weights_matter(llm: LLM, wants: list[Replay]) -> None:

@@ -49,6 +49,8 @@ class RuleStats:
     what it does."""
     scores: list[tuple[str, float]] = field(default_factory=list)
     """The score of each completion that was nearest to firing a rule of the operator."""
+    told: Counter[str] = field(default_factory=Counter)
+    """Events of the webhook, by their result."""
 
     def add(self, result: RuleResult, name: str, below: bool, then: str) -> None:
         """Count what a rule saw of a completion; `name` is "" for one of a request."""
@@ -135,6 +137,11 @@ class CaptureProm:
             buckets=SCORES,
             labelnames=[*labelnames, "rule"],
         )
+        self._told = owner._counter_cls(
+            name="vllm:rule_webhook",
+            documentation="Events of the rules' webhook: sent, dead (a dead letter) or dropped.",
+            labelnames=[*labelnames, "result"],
+        )
         self._names: set[str] = set()
         for values in self._labels.values():
             for then in RULES_DO:
@@ -152,6 +159,8 @@ class CaptureProm:
         values = self._labels[engine]
         for (name, then), count in stats.rules.fired.items():
             self._fired.labels(*values, self._label(name), then).inc(count)
+        for told, count in stats.rules.told.items():
+            self._told.labels(*values, told).inc(count)
         for name, score in stats.rules.scores:
             self._scores.labels(*values, self._label(name)).observe(score)
         for result in stats.results:

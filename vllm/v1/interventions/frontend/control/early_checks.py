@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.steering.rule_files import read_rules_file
+from vllm.v1.steering.rule_files import read_rules_file, read_webhook
 from vllm.v1.steering.startup_files import need_startup_files
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ def check_early(config: "VllmConfig") -> None:
     need_startup_files(config.steering_config)
     if config.capture_config.rules is not None:
         read_rules_file(config.capture_config.rules)
+        read_webhook(config.capture_config.rules)
     if config.parallel_config.data_parallel_size_local:  # engines of other hosts have other disks
         for spec in config.capture_config.consumers.values():
             spec.check()

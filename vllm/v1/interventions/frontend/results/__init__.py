@@ -5,6 +5,7 @@ outputs.py    adds captures to outputs, and holds outputs until these are there
 hold.py       keeps last outputs until the captures that end in them are complete
 judges.py     scores of rows by rules, and where these fire
 watch.py      decides the rules of a completion as its rows and tokens come
+webhook.py    tells a second stage of rules that fired
 inbox.py      rows as they come from the engine core, for each request to read
 collector.py  gathers the rows of one completion for `inline`
 gathered.py   rows as results have them, made when they are read

@@ -179,6 +179,10 @@ class Judges:
         for i in np.flatnonzero(crossed.any(0)).tolist():
             self.crossings[i].add(np.flatnonzero(crossed[:, i]) + first, self._at)
 
+    def score(self, i: int, position: int) -> float:
+        """Return the score of a rule at the row of a position, one that counts."""
+        return float(self._scores[np.searchsorted(self._at[: self._rows], position), i])
+
     def result(self, i: int, stop: int) -> RuleResult:
         """Return what a rule saw of the rows at positions below `stop`."""
         rows = int(np.searchsorted(self._at[: self._rows], stop))

@@ -33,9 +33,11 @@ from vllm.v1.interventions.frontend.results.collector import RowCollector
 from vllm.v1.interventions.frontend.results.hold import OutputHold
 from vllm.v1.interventions.frontend.results.inbox import RowInbox
 from vllm.v1.interventions.frontend.results.watch import RuleWatches
+from vllm.v1.interventions.frontend.results.webhook import Webhook, texts_of
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, Plan
 from vllm.v1.metrics.capture_stats import CaptureStats
+from vllm.v1.steering.rule_files import read_webhook
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -228,7 +230,10 @@ class CaptureOutputs:
         """All rows that results had, and their bytes."""
         frontends = config.parallel_config._api_process_count
         self.inbox = RowInbox(link, frontends)
-        self.rules = RuleWatches()
+        rules = config.capture_config.rules
+        settings = None if rules is None else read_webhook(rules)
+        self.webhook = None if settings is None else Webhook(settings)
+        self.rules = RuleWatches(self.webhook)
         self.layers = {} if config.tap_shape is None else config.tap_shape.layers
         self._open: dict[str, CompletionCapture] = {}
         """Captures with consumers whose results are not all in, by request."""
@@ -255,7 +260,9 @@ class CaptureOutputs:
         )
         request.plan = Plan(request.plan.steering, plan)
         self._counts = state.stats is not None
-        state.rules = self.rules.open(request.request_id, plan, state.prompt_len)
+        state.rules = self.rules.open(
+            request.request_id, plan, state.prompt_len, partial(texts_of, weakref.ref(state))
+        )
         if not plan.consumers:
             return
         hold = self._hold(state)
@@ -331,6 +338,8 @@ class CaptureOutputs:
         if stats is not None:
             stats.capture.results += self.finished.results
             stats.capture.rules = self.rules.stats.take()
+            if self.webhook is not None:
+                stats.capture.rules.told = self.webhook.take()
             stats.capture.pending = Counter(
                 name
                 for capture in self._open.values()
@@ -350,8 +359,10 @@ class CaptureOutputs:
                 capture.hold.put(error)
 
     def shutdown(self) -> None:
-        """Let the consumers of this process finish what they have."""
+        """Let the consumers of this process, and the webhook, finish what they have."""
         self._finalizer()
+        if self.webhook is not None:
+            self.webhook.shutdown()
 
 
 def _weakly(report: Report) -> Report:

@@ -6,8 +6,10 @@ scores of all rows before it. A rule that fires at a token's row therefore ends 
 token by its position, however many tokens came in the step and whatever the engine does meanwhile.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Iterable
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -21,12 +23,30 @@ from vllm.v1.interventions.frontend.results.judges import (
     among,
     panel_key,
 )
+from vllm.v1.interventions.frontend.results.webhook import Webhook
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, Rule, Site
 from vllm.v1.metrics.capture_stats import RuleStats
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState
+
+
+Tell = Callable[[dict[str, Any]], None]
+"""Takes what is told of a rule that fired."""
+
+
+def _event(rule: Rule, position: int, score: float, num_prompt_tokens: int) -> dict[str, Any]:
+    return {
+        "rule": rule.name,
+        "then": RULES_DO[rule.stops],
+        "position": position,
+        "prompt_tokens": num_prompt_tokens,
+        "score": score if isfinite(score) else None,
+        "threshold": rule.threshold,
+        "below": rule.below,
+        "time": time.time(),
+    }
 
 
 class RuleWatch:
@@ -37,6 +57,7 @@ class RuleWatch:
         num_prompt_tokens: of its prompt.
         stats: gets what the rules saw, when it has ended.
         panels: those in use, by `panel_key`.
+        tell: told the first time that each rule of the operator fires; None if nobody listens.
     """
 
     def __init__(
@@ -45,6 +66,7 @@ class RuleWatch:
         num_prompt_tokens: int,
         stats: RuleStats,
         panels: WeakValueDictionary[object, Panel],
+        tell: Tell | None = None,
     ) -> None:
         self._stats = stats
         groups: dict[tuple[int, tuple[Site, ...], tuple[int, ...]], list[Rule]] = {}
@@ -55,7 +77,8 @@ class RuleWatch:
             sites = among(rules[0], plan)
             panel = panels.setdefault(panel_key(rules, sites), Panel(rules, sites))
             self.judges.append(Judges(rules, panel))
-        self._num_tokens = num_prompt_tokens
+        self._num_tokens = self._num_prompt_tokens = num_prompt_tokens
+        self._tell, self._told = tell, set[str]()
         self._stop: tuple[int, str] | None = None
         """The position of the row that ends the answer, and the rule's name."""
 
@@ -77,7 +100,18 @@ class RuleWatch:
             if not tokens:
                 output.new_sampling_mask = None  # upstream cannot cut it to nothing
         self._num_tokens += len(tokens)
+        if self._tell is not None:
+            self._tell_of_new(self._tell)
         return tokens, reason
+
+    def _tell_of_new(self, tell: Tell) -> None:
+        """Tell of rules of the operator that have fired at a row of what is given out."""
+        for judges in self.judges:
+            for i, (rule, crossings) in enumerate(zip(judges.rules, judges.crossings, strict=True)):
+                at = crossings.fired[0] if rule.for_all and crossings.fired else self._num_tokens
+                if at < self._num_tokens and rule.name not in self._told:
+                    self._told.add(rule.name)
+                    tell(_event(rule, at, judges.score(i, at), self._num_prompt_tokens))
 
     def stop_reason(self, stop_string: str | None) -> str | None:
         """Return the reason why the answer ends; a stop string in the tokens that were kept comes
@@ -111,19 +145,37 @@ class RuleWatch:
 class RuleWatches:
     """The rules of all completions of one frontend."""
 
-    def __init__(self) -> None:
+    def __init__(self, webhook: Webhook | None = None) -> None:
+        self._webhook = webhook
         self._watches: WeakValueDictionary[str, RuleWatch] = WeakValueDictionary()
         self._panels: WeakValueDictionary[object, Panel] = WeakValueDictionary()
         self.stats = RuleStats()
         """Results of rules in completions that ended since the statistics were last taken."""
 
-    def open(self, request_id: str, plan: CapturePlan, num_prompt_tokens: int) -> RuleWatch | None:
+    def open(
+        self,
+        request_id: str,
+        plan: CapturePlan,
+        num_prompt_tokens: int,
+        texts: Callable[[], dict[str, Any]] = dict,
+    ) -> RuleWatch | None:
         """Make the watch of a completion, which gets its rows while it is in use; None without
-        rules."""
+        rules.
+
+        Args:
+            texts: gives the texts of prompt and answer so far, for a webhook that is told them.
+        """
         if not plan.rules:
             return None
+        tell = None
+        if (webhook := self._webhook) is not None:
+
+            def tell(event: dict[str, Any]) -> None:
+                said = texts() if webhook.settings.text else {}
+                webhook.tell({"request": plan.external_id, "sample": plan.sample, **event, **said})
+
         watch = self._watches[request_id] = RuleWatch(
-            plan, num_prompt_tokens, self.stats, self._panels
+            plan, num_prompt_tokens, self.stats, self._panels, tell
         )
         return watch
 
