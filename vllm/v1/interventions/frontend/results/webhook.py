@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 from weakref import finalize, ref
 
-import httpx
+import requests
 
 from vllm.logger import init_logger
 from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
@@ -122,8 +122,8 @@ class _Sender:
 
     def run(self) -> None:
         """Send events until the engine ends."""
-        timeout = httpx.Timeout(self._settings.timeout)
-        with httpx.Client(timeout=timeout, follow_redirects=False, trust_env=False) as client:
+        with requests.Session() as client:
+            client.trust_env = False  # no proxy, and no password of ~/.netrc
             while not (self.ending.is_set() and self.queue.empty()):
                 event = self.queue.get()
                 if event is not None:
@@ -141,19 +141,25 @@ class _Sender:
                 bodies += [] if event is None else [_body(event)]
         self._results.update(self._bury(body) for body in bodies)
 
-    def _sent(self, client: httpx.Client, body: bytes) -> bool:
+    def _sent(self, client: requests.Session, body: bytes) -> bool:
         """Send an event, again and again, and once when the engine ends; False if the receiver does
         not take it."""
         for attempt in range(self._settings.tries):
             if attempt and self.ending.wait(min(0.5 * 2 ** (attempt - 1), LONGEST_WAIT)):
                 return False
             try:
-                url, headers = self._settings.url, self._headers(body)
-                with client.stream("POST", url, content=body, headers=headers) as answer:
-                    if answer.is_success:
+                with client.post(
+                    self._settings.url,
+                    data=body,
+                    headers=self._headers(body),
+                    timeout=self._settings.timeout,
+                    allow_redirects=False,
+                    stream=True,  # so that the body is not read
+                ) as answer:
+                    if 200 <= answer.status_code < 300:
                         return True
                     reason = f"status {answer.status_code}"
-            except httpx.HTTPError as error:
+            except requests.RequestException as error:
                 reason = type(error).__name__
             logger.warning_once("the webhook of rules does not take an event: %s", reason)
         return False
