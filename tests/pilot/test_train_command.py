@@ -53,7 +53,7 @@ def save(pairs: Pairs, path: Path) -> str:
 @pytest.fixture
 def running(bench: EngineBench, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Options with which the command takes the engine that is there, and leaves it running."""
-    monkeypatch.setattr(command, "_bench", lambda _: bench)
+    monkeypatch.setattr(command, "start_bench", lambda _: bench)
     return ("model", "--url=there", "--scales", "1", "2", "--candidates=2", "--max-kl=0.5")
 
 
@@ -118,7 +118,7 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "_bench", lambda _: pytest.fail("it was loaded"))
+    monkeypatch.setattr(command, "start_bench", lambda _: pytest.fail("it was loaded"))
     save(make_pairs(), tmp_path / "pairs.jsonl")
     save(make_pairs(2), tmp_path / "few.jsonl")
     (tmp_path / "broken.jsonl").write_text('{"positive": "a", "negative": "b"}\n{')
@@ -145,7 +145,7 @@ def test_a_server_or_an_engine_that_is_not_there(
         def fail(_: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr(command, "_bench", fail)
+        monkeypatch.setattr(command, "start_bench", fail)
         assert run(*asked, "--url=there") == 2
         assert f"error: {error}" in capsys.readouterr().err
 

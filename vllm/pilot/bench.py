@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from vllm.entrypoints.serve.steering.client import SteeringClient
 from vllm.pilot.pairs import Text
+from vllm.v1.capture.rules import RuleResult
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -81,6 +82,10 @@ class Reply:
     asked for; nothing for the first token, and an empty list where none was asked for."""
     rows: Mapping[tuple[str, int], torch.Tensor]
     """Captured rows by point and layer, float32 [n, hidden]."""
+    tokens: tuple[str, ...] = ()
+    """The text of each captured row's token, where the capture says `"tokens": True`."""
+    rules: Mapping[str, RuleResult] = field(default_factory=dict)
+    """The result of each of the request's rules, by name."""
 
 
 class Bench(Protocol):
@@ -202,6 +207,8 @@ class ServerBench:
             choice.finish_reason == "stop",
             logprobs,
             {site: torch.tensor(rows.values).float() for site, rows in choice.rows.items()},
+            next((rows.tokens for rows in choice.rows.values()), ()),
+            {name: RuleResult(**result) for name, result in choice.rules.items() if result},
         )
 
 
@@ -267,6 +274,7 @@ def _reply(output: Any) -> Reply:
         if result.status != "ok":
             raise ValueError(f"capture {name}: {result.error}")
     inline = (answer.capture_results or {}).get("inline")
+    rows = inline.payload if inline else {}
     ids = tuple(output.prompt_token_ids or ())
     return Reply(
         ids,
@@ -277,5 +285,7 @@ def _reply(output: Any) -> Reply:
             {token: one.logprob for token, one in (entry or {}).items()}
             for entry in output.prompt_logprobs or ()
         ],
-        {site: rows.values.float() for site, rows in inline.payload.items()} if inline else {},
+        {site: of_site.values.float() for site, of_site in rows.items()},
+        next((tuple(of_site.tokens or ()) for of_site in rows.values()), ()),
+        {name: result for name, result in (answer.rules or {}).items() if result},
     )

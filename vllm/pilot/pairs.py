@@ -26,11 +26,12 @@ SPLITS = ("train", "choose", "report")
 """Splits of the examples: to find directions, to choose among them, to report on the choice."""
 SHARES = (0.6, 0.2, 0.2)
 
-_LABELS = {
+LABELS = {
     "positive": True, "pos": True, "1": True, "1.0": True, "true": True, "yes": True, "+1": True,
     "negative": False, "neg": False, "0": False, "0.0": False, "false": False, "no": False,
     "-1": False, "-1.0": False,
 }  # fmt: skip
+"""Word for a class -> whether it is the positive one."""
 _CAA = ("question", "answer_matching_behavior", "answer_not_matching_behavior")
 _LETTER = re.compile(r"\s*\([A-Z]\)\s*")
 
@@ -264,7 +265,7 @@ def _fields(entry: Any, where: str) -> tuple[str, Text, Text | None, Text | None
     if split is not None and split not in SPLITS:
         raise ValueError(f"{where}: split {split!r} is none of {', '.join(SPLITS)}")
     if "label" in entry:
-        side = _LABELS.get(str(entry["label"]).strip().lower())
+        side = LABELS.get(str(entry["label"]).strip().lower())
         if side is None:
             raise ValueError(f"{where}: label {entry['label']!r}; 1 or 0, positive or negative")
         text = _text(entry.get("text"), where, "text")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of experiments, with matplotlib."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -143,3 +143,39 @@ def named_bars(
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(label)
+
+
+def histogram(
+    axes: Any, sides: Mapping[str, np.ndarray], label: str, threshold: float | None = None
+) -> None:
+    """Draw how often scores of several classes are in each of the same ranges."""
+    bins = np.histogram_bin_edges(np.concatenate(list(sides.values())), bins=30)
+    for name, scores in sides.items():
+        axes.hist(scores, bins=bins, alpha=0.6, label=f"{len(scores)} {name}")
+    if threshold is not None:
+        axes.axvline(threshold, color="black", linestyle="--", label="threshold")
+    axes.set_xlabel(label)
+    axes.set_ylabel("texts")
+    axes.legend(fontsize=8)
+
+
+def roc_curve(
+    axes: Any,
+    false: np.ndarray,
+    true: np.ndarray,
+    label: str,
+    chosen: tuple[float, float] | None = None,
+) -> None:
+    """Draw an ROC curve beside chance.
+
+    Args:
+        false, true: rates at each threshold, from 0 to 1.
+        chosen: the rates of one threshold, which gets a dot.
+    """
+    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+    axes.plot(false, true, color="black", label=label)
+    if chosen is not None:
+        axes.plot(*chosen, marker="o", color="tab:orange", label="threshold", linestyle="none")
+    axes.set_xlabel("false positive rate")
+    axes.set_ylabel("true positive rate")
+    axes.legend(loc="lower right", fontsize=8)

@@ -52,7 +52,7 @@ def save_trained(trained: Trained, folder: str | Path, command: str = "") -> Pat
     path.mkdir(parents=True, exist_ok=True)
     name = path.resolve().name
     numbers = as_numbers(trained, command)
-    _text(path / "report.json", json.dumps(numbers, indent=1, allow_nan=False))
+    write_text(path / "report.json", json.dumps(numbers, indent=1, allow_nan=False))
     if trained.held:
         point, model = trained.settings.point, trained.model
         save_module(path / f"{name}.safetensors", trained.module(), model)
@@ -60,8 +60,8 @@ def save_trained(trained: Trained, folder: str | Path, command: str = "") -> Pat
             export_gguf(path / f"{name}.gguf", trained.module(), model)
         every = zip(trained.directions.layers, trained.directions.vectors, strict=True)
         save_module(path / "all_layers.safetensors", {point: dict(every)}, model)
-    _text(path / "report.html", page(trained, name, command))
-    _text(path / "README.md", card(trained, name, command))
+    write_text(path / "report.html", page(trained, name, command))
+    write_text(path / "README.md", card(trained, name, command))
     return path
 
 
@@ -269,7 +269,7 @@ def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a file under another name first, so that it is there whole or not at all."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

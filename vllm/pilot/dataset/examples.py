@@ -76,7 +76,7 @@ class DataFile:
 
     def __iter__(self) -> Iterator[Example]:
         """Iterate over all examples, each checked."""
-        for number, (place, record) in enumerate(self._records()):
+        for number, (place, record) in enumerate(self.records()):
             yield self._example(number, place, record)
 
     def contents(self, sample: int = 64) -> Contents:
@@ -101,13 +101,17 @@ class DataFile:
                 kept[place] = example
         if not count:
             raise DatasetError(f"{self.path}: has no examples")
+        kept.sort(key=lambda example: example.number)
+        return Contents(count, self.digest(), size, kept)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the bytes of its files, one after the other."""
         digest = hashlib.sha256()
         for file in self.files():
             with open(file, "rb") as opened:
                 while block := opened.read(1 << 20):
                     digest.update(block)
-        kept.sort(key=lambda example: example.number)
-        return Contents(count, digest.hexdigest(), size, kept)
+        return digest.hexdigest()
 
     def files(self) -> list[Path]:
         """Return the files that hold the data, in their order.
@@ -141,7 +145,8 @@ class DataFile:
 
     # -- formats --------------------------------------------------------------------------------
 
-    def _records(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def records(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Read the entries as they are: the place of each, and its columns by name."""
         for file in self.files():
             kind = file.suffix.lower()
             if kind in (".jsonl", ".ndjson"):
@@ -180,7 +185,7 @@ class DataFile:
             json.dumps(label)
         except (TypeError, ValueError) as error:
             raise DatasetError(f"{place}: its label is no JSON value: {error}") from error
-        checked = _need_prompt(prompt, place)
+        checked = need_prompt(prompt, place)
         return Example(number, place, number if own is None else own, label, checked)
 
 
@@ -210,7 +215,12 @@ def _names(record: Mapping[str, Any]) -> str:
     return ", ".join(names + ["..."] * (len(record) > 8))
 
 
-def _need_prompt(value: Any, place: str) -> Prompt:
+def need_prompt(value: Any, place: str) -> Prompt:
+    """Return a value of a data set as a prompt.
+
+    Raises:
+        DatasetError: it is none; the message names `place`.
+    """
     if not isinstance(value, str | list):
         kind = type(value).__name__
         raise DatasetError(

@@ -13,6 +13,7 @@ VERBS = {
         "check": "Compare what is read and written in a model with Hugging Face transformers.",
         "convert": "Write vectors of another tool, or a published lens, as a file of ours.",
         "points": "List the points and layers of a model, from its config alone.",
+        "probe": "Train, calibrate, evaluate and import probes, which rules take.",
         "train": "Find a steering vector from pairs of texts, and test it on held-out pairs.",
     },
     "capture": {

@@ -49,7 +49,13 @@ class SteeringSubcommand(CLISubcommand):
         """Run the verb and exit with its status."""
         if args.model_tag is not None:
             args.model = args.model_tag
-        verbs = {"check": _check, "convert": _convert, "points": _points, "train": _train}
+        verbs = {
+            "check": _check,
+            "convert": _convert,
+            "points": _points,
+            "probe": _probe,
+            "train": _train,
+        }
         sys.exit(verbs[args.steering_verb](args))
 
     def subparser_init(
@@ -57,13 +63,15 @@ class SteeringSubcommand(CLISubcommand):
     ) -> "FlexibleArgumentParser":
         """Add the parser of `vllm steering`."""
         from vllm.entrypoints.cli.steering.early import VERBS
+        from vllm.entrypoints.cli.steering.probe_verbs import add_verbs
         from vllm.entrypoints.cli.steering.train import add_options
         from vllm.entrypoints.cli.steering.verbs import add_verb
 
         steering = subparsers.add_parser(
             self.name,
-            help="Check steering and capture on a model, find steering vectors, convert files.",
-            usage="vllm steering {check,convert,points,train} ...",
+            help="Check steering and capture on a model, find steering vectors and probes, convert "
+            "files.",
+            usage="vllm steering {check,convert,points,probe,train} ...",
         )
         verbs = steering.add_subparsers(required=True, dest="steering_verb")
         add_verb(
@@ -112,6 +120,7 @@ class SteeringSubcommand(CLISubcommand):
             description=POINTS,
             usage="vllm steering points MODEL [serve options]",
         )
+        add_verbs(verbs)
         add_verb(
             verbs,
             "steering train",
@@ -185,6 +194,12 @@ def _points(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return COULD_NOT_RUN
     return 0
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from vllm.entrypoints.cli.steering.probe_verbs import run
+
+    return run(args)
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ def add_options(options: argparse._ArgumentGroup) -> None:
         help="Where rows are read: last (default), answer-mean, answer-last, a position such as "
         "-2, or any selector of capture as JSON.",
     )
-    option("--layers", type=_layers, default="all", help="Such as 4-11 or 3,7,-1. Default: all.")
+    option("--layers", type=layers_of, default="all", help="Such as 4-11 or 3,7,-1. Default: all.")
     option(
         "--point",
         default="post_block",
@@ -121,16 +121,10 @@ def add_options(options: argparse._ArgumentGroup) -> None:
 
 def train_vector(args: argparse.Namespace) -> int:
     """Find a vector and write its folder; return the exit status."""
-    import httpx
-
-    from vllm.entrypoints.serve.steering.client import SteeringError
     from vllm.pilot.pairs import Pairs, read_texts
     from vllm.pilot.report import need_folder, save_trained, verdict
     from vllm.pilot.training import Settings, train
-    from vllm.v1.engine.exceptions import EngineDeadError
 
-    # What a server says or does not say, and the end of an engine; others are mistakes of ours.
-    remote = (SteeringError, httpx.HTTPError, EngineDeadError)
     folder: Path | None = None
     bench: Any = None
     try:
@@ -160,7 +154,7 @@ def train_vector(args: argparse.Namespace) -> int:
             **{name: value for name, value in more.items() if value is not None},
         }
         Settings(**settings)
-        bench = _bench(args)
+        bench = start_bench(args)
         trained = train(
             bench,
             pairs,
@@ -171,21 +165,38 @@ def train_vector(args: argparse.Namespace) -> int:
             **settings,
         )
         save_trained(trained, folder, shlex.join(["vllm", *sys.argv[1:]]))
-    except (ValueError, OSError, ImportError, *remote) as error:
-        # The texts of httpx say neither which server nor, some, anything at all.
-        where = f"{args.url}: {error!r}" if isinstance(error, httpx.HTTPError) else str(error)
-        made = sorted(os.listdir(folder)) if folder is not None else []
-        safe = f"; whole in {folder}: {', '.join(made)}" if made else ""
-        print(f"error: {where}{safe}", file=sys.stderr, flush=True)
-        return COULD_NOT_RUN
+    except expected_errors() as error:
+        return could_not_run(error, args.url, folder)
     finally:
-        if bench is not None and args.url is None:
-            bench.llm.llm_engine.engine_core.shutdown()
+        end_bench(bench, args)
     print(f"{verdict(trained)}\n{folder}: {', '.join(sorted(os.listdir(folder)))}", flush=True)
     return 0 if trained.held else NO_BETTER
 
 
-def _bench(args: argparse.Namespace) -> Any:
+def expected_errors() -> tuple[type[Exception], ...]:
+    """Return what can end a command: mistakes in what was asked, what a server says or does not
+    say, and the end of an engine. Others are mistakes of ours."""
+    import httpx
+
+    from vllm.entrypoints.serve.steering.client import SteeringError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    remote = (SteeringError, httpx.HTTPError, EngineDeadError)
+    return (ValueError, OSError, ImportError, *remote)
+
+
+def could_not_run(error: Exception, url: str | None, folder: Path | None) -> int:
+    """Say why a command ended, and what is there; return the exit status."""
+    # The texts of httpx say neither which server nor, some, anything at all.
+    told = f"{url}: {error!r}" if type(error).__module__.startswith("httpx") else str(error)
+    made = sorted(os.listdir(folder)) if folder is not None else []
+    safe = f"; whole in {folder}: {', '.join(made)}" if made else ""
+    print(f"error: {told}{safe}", file=sys.stderr, flush=True)
+    return COULD_NOT_RUN
+
+
+def start_bench(args: argparse.Namespace) -> Any:
+    """Return the bench of a command: the server of --url, or an engine that it starts."""
     from vllm.pilot.bench import EngineBench, ServerBench
 
     if args.url:
@@ -193,6 +204,12 @@ def _bench(args: argparse.Namespace) -> Any:
     from vllm.entrypoints.cli.steering.start import start
 
     return EngineBench(start(args, text=True))
+
+
+def end_bench(bench: Any, args: argparse.Namespace) -> None:
+    """End the engine that `start_bench` started, if it did."""
+    if bench is not None and args.url is None:
+        bench.llm.llm_engine.engine_core.shutdown()
 
 
 def _metrics(args: argparse.Namespace, pairs: Any) -> Any:
@@ -220,7 +237,12 @@ def _metrics(args: argparse.Namespace, pairs: Any) -> Any:
     return tuple(Score(function, half, unit=args.score) for half in halves)
 
 
-def _layers(text: str) -> Any:
+def layers_of(text: str) -> Any:
+    """Read layers as people write them: "all", or a list of numbers.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+    """
     if text == "all":
         return text
     found: list[int] = []
