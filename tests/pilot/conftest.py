@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's model in an engine, for what is built on engines.
+"""The demo's model in an engine, and a tiny one, for what is built on engines.
 
 vLLM is imported in the fixtures: pytest reads this file before it sets the environment up.
 """
@@ -15,6 +15,7 @@ import pytest
 from tests import ROOT
 
 if TYPE_CHECKING:
+    from tests.conftest import TinyModels
     from vllm.pilot import EngineBench
 
 
@@ -45,4 +46,19 @@ def bench(demo_model: Path) -> Iterator[EngineBench]:
         max_num_batched_tokens=4096,
         kv_cache_memory_bytes=64 << 20,
     ) as llm:
+        yield EngineBench(llm)
+
+
+@pytest.fixture(scope="package")
+def letters(
+    tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineBench]:
+    """A tiny random model that reads single characters."""
+    from tests.conformance.engine import engine
+    from tests.support.spelled import spell
+    from vllm.pilot import EngineBench
+
+    model = spell(tiny_models.path("llama"), tmp_path_factory.mktemp("letters") / "model")
+    options = {"enable_steering": True, "capture_consumers": ["inline"]}
+    with engine(model, skip_tokenizer_init=False, max_num_seqs=64, **options) as llm:
         yield EngineBench(llm)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _LETTERS = "abcdefghijklmnop"
 PLANTED = "Z"
-"""The letter that positive texts have, and others not."""
+"""The letter that a third of a positive text is, and others do not have."""
 
 
 def planted(count: int, seed: int = 0, answered: bool = False) -> LabelledData:
@@ -26,7 +26,8 @@ def planted(count: int, seed: int = 0, answered: bool = False) -> LabelledData:
         text = [rng.choice(_LETTERS) for _ in range(rng.randint(8, 20))]
         label = bool(i % 2)
         if label:
-            text[rng.randrange(len(text))] = PLANTED
+            for place in rng.sample(range(len(text)), len(text) // 3):
+                text[place] = PLANTED
         written = "".join(text)
         asked = "".join(rng.choice(_LETTERS) for _ in range(6))
         where = f"texts:{i + 1}"

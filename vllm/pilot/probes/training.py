@@ -14,7 +14,7 @@ from vllm.pilot.pairs import SPLITS
 from vllm.pilot.probes.judging import Evaluation, Score, evaluation, judge, score_of
 from vllm.pilot.probes.labelled import LabelledData
 from vllm.pilot.probes.learned_heads import learn, outputs_of
-from vllm.pilot.probes.linear_heads import fit_linear
+from vllm.pilot.probes.linear_heads import PENALTIES, regressions
 from vllm.pilot.probes.reading import (
     Counted,
     EntryRows,
@@ -24,7 +24,7 @@ from vllm.pilot.probes.reading import (
     over_of,
     read_entries,
 )
-from vllm.pilot.probes.statistics import best_threshold
+from vllm.pilot.probes.statistics import best_threshold, roc_area
 from vllm.v1.probes.files import made_probe
 from vllm.v1.probes.heads import ACTIVATIONS, MAX_OUTPUTS, MAX_UNITS
 from vllm.v1.probes.pools import AnyPool, Mean
@@ -92,13 +92,6 @@ class ProbeSettings:
         """True if the regression is on the mean row of each text."""
         return self.regression and isinstance(self.pool, Mean)
 
-    def told(self) -> dict[str, Any]:
-        """Return what the probe's `about` keeps of them."""
-        if self.regression:
-            return {"method": "logistic regression", "seed": self.seed}
-        hidden = {"units": self.units, "activation": self.activation} if self.head == "mlp" else {}
-        return {"method": "AdamW", "outputs": self.outputs, **hidden, "seed": self.seed}
-
 
 @dataclass(frozen=True)
 class TrainedProbe:
@@ -164,14 +157,20 @@ def train_probe(
     chosen = dataclasses.replace(chosen, over=over)
     encoded = {name: counted(bench, part, over) for name, part in parts.items()}
     counts = {name: part.counts for name, part in parts.items()}
-    _need_memory([*encoded["train"], *encoded["choose"]], len(places) * bench.hidden, chosen)
+    kept = SPLITS[: 1 if chosen.regression else 2]
+    _need_memory([one for name in kept for one in encoded[name]], len(places), bench, chosen)
     say(", ".join(f"{name} {p}+{n}" for name, (p, n) in counts.items()) + f" texts, {over} rows")
-    read = [_read(bench, encoded[name], places, chosen) for name in SPLITS[:2]]
-    fields, told = _fit(read[0], read[1], chosen, say)
-    probe = made_probe(places, pool=chosen.pool, **fields)
-    scores = judge(bench, probe, encoded["choose"])[chosen.score]
+    read = [_read(bench, encoded[name], places, chosen) for name in kept]
     labels = np.array([one.entry.label for one in encoded["choose"]])
-    probe = dataclasses.replace(probe, threshold=best_threshold(scores, labels))
+
+    def judged(probe: ServedProbe) -> np.ndarray:
+        return judge(bench, probe, encoded["choose"])[chosen.score]
+
+    if chosen.regression:
+        probe, told = _regression(read[0], places, chosen, judged, labels, say)
+    else:
+        probe, told = _descent(read[0], read[1], places, chosen, say)
+    probe = dataclasses.replace(probe, threshold=best_threshold(judged(probe), labels))
     last = SPLITS[2]
     found = evaluation(bench, probe, parts[last], encoded[last], over, chosen.score)
     about = {
@@ -189,34 +188,52 @@ def train_probe(
     return TrainedProbe(dataclasses.replace(probe, about=about), chosen, counts, found)
 
 
-def _fit(
+def _regression(
+    train: list[EntryRows],
+    sites: Sequence[Site],
+    settings: ProbeSettings,
+    judged: Callable[[ServedProbe], np.ndarray],
+    labels: np.ndarray,
+    say: Callable[[str], Any],
+) -> tuple[ServedProbe, dict[str, Any]]:
+    """Fit regressions, and take the one by which other texts are told apart best: the one with the
+    largest penalty of several. Return it, and how it was made."""
+    penalties = PENALTIES if settings.penalty is None else (settings.penalty,)
+    tried: dict[float, ServedProbe] = {}
+    areas: dict[float, float] = {}
+    for penalty, fitted in regressions(train, penalties):
+        weight, bias = fitted.weight.numpy()[None], np.array([fitted.bias])
+        tried[penalty] = made_probe(sites, weight, bias, pool=settings.pool)
+        areas[penalty] = roc_area(judged(tried[penalty]), labels).value
+        say(f"penalty {penalty:g}: AUROC {areas[penalty]:.3f} on the choose split")
+    best = max(areas, key=lambda penalty: (areas[penalty], penalty))
+    told = {"method": "logistic regression", "penalty": best, "choose_auroc": areas[best]}
+    return tried[best], told
+
+
+def _descent(
     train: list[EntryRows],
     choose: list[EntryRows],
+    sites: Sequence[Site],
     settings: ProbeSettings,
     say: Callable[[str], Any],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fit a head: arrays as `made_probe` takes them, and how it was made."""
-    if settings.regression:
-        fitted, told = fit_linear(train, choose, settings.penalty, say)
-        weight, bias = fitted.weight.numpy()[None], np.array([fitted.bias])
-        return {"weight": weight, "bias": bias}, {**settings.told(), **told}
-    units = settings.units if settings.head == "mlp" else 0
+) -> tuple[ServedProbe, dict[str, Any]]:
+    """Learn a head; return the probe, and how it was made."""
+    is_mlp = settings.head == "mlp"
     learned, told = learn(
         train,
         choose,
         settings.pool,
         settings.outputs,
-        units,
+        settings.units if is_mlp else 0,
         settings.activation,
         settings.score,
         settings.seed,
         say,
     )
-    fields = dict(vars(learned))
-    return fields | ({"activation": settings.activation} if units else {}), {
-        **settings.told(),
-        **told,
-    }
+    hidden = {"activation": settings.activation} if is_mlp else {}
+    probe = made_probe(sites, **vars(learned), **hidden, pool=settings.pool)
+    return probe, {"method": "AdamW", "seed": settings.seed, **told}
 
 
 def _read(
@@ -245,8 +262,11 @@ def _need_no_lost_spans(data: LabelledData, settings: ProbeSettings) -> None:
             )
 
 
-def _need_memory(entries: Sequence[Counted], width: int, settings: ProbeSettings) -> None:
+def _need_memory(
+    entries: Sequence[Counted], sites: int, bench: Bench, settings: ProbeSettings
+) -> None:
     """Raise ValueError where the rows that are kept need more than `memory`."""
+    width = sites * bench.hidden
     rows = len(entries) if settings.averaged else sum(one.rows for one in entries)
     size = rows * width * 4 * (_REGRESSED if settings.regression else _LEARNED)
     if size > settings.memory:
