@@ -33,6 +33,7 @@ from tests.errors.lens import LENS
 from tests.errors.lenses import LENSES
 from tests.errors.page import MESSAGES, PATTERNS
 from tests.errors.peer_specs import HOTWIRE, INTERP
+from tests.errors.probes import PROBES
 from tests.errors.project import PROJECT
 from tests.errors.requests import REQUESTS
 from tests.errors.rules import RULES
@@ -240,7 +241,7 @@ OTHERS = [
 ]
 
 CASES = REQUESTS + ATTENTION + OTHERS + STEERING + STEERING_CALLS + FILES + CONSUMERS + PROJECT
-CASES += FEATURES
+CASES += FEATURES + PROBES
 CASES += FILESYSTEM + LENS + TOOLKIT + FOCUS + LENSES + DATASETS + SWEEPS + EASYSTEER + ANALYZERS
 CASES += RULES + CONVERTING + HOTWIRE + INTERP
 

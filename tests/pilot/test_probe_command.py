@@ -136,7 +136,7 @@ def test_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([SITES, "--head=attention", "--pool=mean"], "--pool: --head attention is a linear head"),
         ([SITES, "--head=attention", "--heads=17"], "heads: 17 make 34 numbers a row"),
         ([SITES, "--head=mlp", "--units=0"], "units: 0 make 0 numbers a row"),
-        ([SITES, "--head=mlp", "--activation=step"], "activation: 'step' is none of relu"),
+        ([SITES, "--head=mlp", "--activation=step"], "activation: use one of relu, "),
         ([SITES, "--penalty=0"], "penalty: 0.0 is not above 0"),
         ([SITES, "--pool=median"], "argument --pool: 'median' is none of each, mean"),
         ([SITES, "--pool=exponential:2"], "argument --pool: 'exponential:2' is none of"),

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.labelled import PLANTED, planted, shuffled
 from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
 from vllm.pilot import EngineBench
 from vllm.pilot.probes import (
     LabelledData,
@@ -90,17 +91,20 @@ def test_a_rule_says_what_was_evaluated(letters: EngineBench, trained: TrainedPr
         for name, probe in (("own", trained.probe), ("twin", twin))
     ]
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, rules=rules)
-    (output,) = letters.llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    prompts = [TokensPrompt(prompt_token_ids=ids)]
+    (output,) = letters.llm.generate(prompts, params, use_tqdm=False)
     answer = output.outputs[0]
+    assert answer.rules is not None
+    served, other = answer.rules["own"], answer.rules["twin"]
+    assert served is not None and other is not None
     # The last token has no row.
     written = Labelled(ids, True, list(answer.token_ids[:-1]))
     entries = counted(letters, LabelledData([written]), "generated")
     made = judge(letters, trained.probe, entries)
-    served = answer.rules["own"]
     assert served.rows == 11 == entries[0].rows
     assert made["highest"][0] == pytest.approx(served.max, abs=1e-4)
     assert made["last"][0] == pytest.approx(served.last, abs=1e-4)
-    assert made["highest"][0] != pytest.approx(answer.rules["twin"].max, abs=1e-3)
+    assert made["highest"][0] != pytest.approx(other.max, abs=1e-3)
     # What the probe itself says of captured rows is the same.
     (rows,) = read_entries(letters, entries, trained.probe.sites, "reading")
     scores = trained.probe.scores(rows.values)

@@ -25,7 +25,7 @@ def score_of(score: str) -> Score:
         ValueError: it is another word.
     """
     if score not in get_args(Score):
-        raise ValueError(f"score: {score!r} is none of {', '.join(get_args(Score))}")
+        raise ValueError(f"score: use one of {', '.join(get_args(Score))}, not {score!r}")
     return score  # type: ignore[return-value]
 
 
@@ -42,6 +42,7 @@ def judge(
             names the text or the probe's part.
     """
     of_each: list[tuple[float, float]] = []
+    fields = probe.fields()
     with LateBar(total=len(entries), desc=title, unit="text") as bar:
         for at in range(0, len(entries), CHUNK):
             some = entries[at : at + CHUNK]
@@ -52,7 +53,7 @@ def judge(
                     "rules": [
                         {
                             "name": "probe",
-                            "probe": probe,
+                            "probe": fields,
                             "threshold": 0.0,
                             "over": {"start": one.start, "stop": one.stop},
                         }

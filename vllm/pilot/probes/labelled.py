@@ -104,7 +104,7 @@ class LabelledData:
                 chosen[entry.split].append(i)
             else:
                 raise ValueError(
-                    f"{entry.where}: split {entry.split!r} is none of {', '.join(names)}"
+                    f"{entry.where}: split: use one of {', '.join(names)}, not {entry.split!r}"
                 )
         order = sorted(groups, key=lambda key: hashlib.sha256(key.encode()).digest())
         shares = [SHARES[SPLITS.index(name)] for name in names]
@@ -133,7 +133,7 @@ class LabelledData:
 def _entry(record: Mapping[str, Any], where: str, unlabelled: bool | None) -> Labelled:
     named = next((name for name in PROMPT_COLUMNS if name in record), None)
     if named is None:
-        raise DatasetError(f"{where}: has none of the columns {', '.join(PROMPT_COLUMNS)}")
+        raise DatasetError(f"{where}: needs a column of {', '.join(PROMPT_COLUMNS)}")
     prompt = need_prompt(record[named], where)
     completion = record.get("completion")
     if completion is not None and not _is_text(completion):
@@ -148,7 +148,7 @@ def _entry(record: Mapping[str, Any], where: str, unlabelled: bool | None) -> La
         raise DatasetError(f"{where}: label {label!r}; 1 or 0, positive or negative")
     split = record.get("split") or None
     if split is not None and split not in SPLITS:
-        raise DatasetError(f"{where}: split {split!r} is none of {', '.join(SPLITS)}")
+        raise DatasetError(f"{where}: split: use one of {', '.join(SPLITS)}, not {split!r}")
     spans = _spans(record.get("spans"), prompt if completion is None else completion, where)
     if spans and not side:
         raise DatasetError(f"{where}: has spans, which are the positive characters, and label 0")

@@ -42,7 +42,7 @@ def over_of(over: str | None, data: LabelledData) -> Over:
     if over is None:
         return "generated" if data.answered else "prompt"
     if over not in get_args(Over):
-        raise ValueError(f"over: {over!r} is none of {', '.join(get_args(Over))}")
+        raise ValueError(f"over: use one of {', '.join(get_args(Over))}, not {over!r}")
     return over  # type: ignore[return-value]
 
 

@@ -62,7 +62,7 @@ class ProbeSettings:
     def __post_init__(self) -> None:
         """Find what can be found before a model is loaded."""
         if self.head not in get_args(Head):
-            raise ValueError(f"head: {self.head!r} is none of {', '.join(get_args(Head))}")
+            raise ValueError(f"head: use one of {', '.join(get_args(Head))}, not {self.head!r}")
         for name, given, numbers, most in (
             ("heads", self.heads, self.outputs, MAX_OUTPUTS),
             ("units", self.units, self.units, MAX_UNITS),
@@ -72,7 +72,9 @@ class ProbeSettings:
                     f"{name}: {given} make {numbers} numbers a row, allowed are 1-{most}"
                 )
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation: {self.activation!r} is none of {', '.join(ACTIVATIONS)}")
+            raise ValueError(
+                f"activation: use one of {', '.join(ACTIVATIONS)}, not {self.activation!r}"
+            )
         if self.penalty is not None and not self.penalty > 0:
             raise ValueError(f"penalty: {self.penalty} is not above 0")
         score_of(self.score)
@@ -231,8 +233,8 @@ def _descent(
         settings.seed,
         say,
     )
-    hidden = {"activation": settings.activation} if is_mlp else {}
-    probe = made_probe(sites, **vars(learned), **hidden, pool=settings.pool)
+    activation = settings.activation if is_mlp else ""
+    probe = made_probe(sites, **vars(learned), activation=activation, pool=settings.pool)
     return probe, {"method": "AdamW", "seed": settings.seed, **told}
 
 

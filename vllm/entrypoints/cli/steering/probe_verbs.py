@@ -89,10 +89,9 @@ def _train(args: argparse.Namespace) -> int:
         data = LabelledData.read_file(args.data)
         test = LabelledData.read_file(args.test) if args.test else None
         data.split(SPLITS if test is None else SPLITS[:2])
-        settings = _settings(args)
+        settings = settings_of(args)
         ProbeSettings(**settings)
-        if (args.sites is None) == (args.layers is None):
-            raise ValueError("--sites: name them, or --layers of one --point, and not both")
+        need_sites(args.sites, args.layers)
         bench = train.start_bench(args)
         layers = sorted(bench.layers) if args.layers == "all" else args.layers
         sites = args.sites or [(args.point, layer) for layer in layers]
@@ -105,12 +104,24 @@ def _train(args: argparse.Namespace) -> int:
     return _end(made.found, verdict(made.found), folder)
 
 
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of a training; a head named for its pool is a linear one with that pool."""
+def need_sites(sites: Any, layers: Any) -> None:
+    """Raise ValueError where not one of the two options that say where rows are read is given."""
+    if (sites is None) == (layers is None):
+        raise ValueError("--sites: name them, or --layers of one --point, and not both")
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of a training; a head named for its pool is a linear one with that pool.
+
+    Raises:
+        ValueError: such a head has another pool, too.
+    """
     head, pool = args.head, args.pool
     if head not in ("linear", "mlp"):
         if pool is not None:
-            raise ValueError(f"--pool: --head {head} is a linear head with its own pool; leave out")
+            raise ValueError(
+                f"--pool: --head {head} is a linear head with its own pool; leave it out"
+            )
         head, pool = "linear", probe_options.pool_of(head)
     more = {"pool": pool, "over": args.over, "score": args.score}
     return {
@@ -137,8 +148,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         probe = load_probe(args.probe)
         data = LabelledData.read_file(args.data, unlabelled=False)
         need_enough(data, args.fpr)
-        if Path(args.out).exists():
-            raise ValueError(f"--out {args.out}: is there already; name a new file")
+        need_new(Path(args.out))
         bench = train.start_bench(args)
         asked = {"over": args.over, "score": args.score, "say": _say}
         found = calibrate_probe(bench, probe, data, args.fpr, **asked)
@@ -183,11 +193,8 @@ def _import(args: argparse.Namespace) -> int:
     from vllm.v1.probes.files import probe_from_torch, save_probe
 
     try:
-        if args.source.suffix in (".pkl", ".pickle", ".joblib"):
-            raise ValueError(
-                f"{args.source}: a pickle runs code when it is read; of scikit-learn's classifiers "
-                "vllm.v1.probes.files.probe_from_sklearn makes a probe, in Python"
-            )
+        need_no_pickle(args.source)
+        need_new(args.out)
         more = {} if args.pool is None else {"pool": args.pool}
         about = {"imported": {"file": args.source.name}}
         probe = probe_from_torch(
@@ -204,6 +211,21 @@ def _import(args: argparse.Namespace) -> int:
         return COULD_NOT_RUN
     _say(f"{args.out}: {probe!r}")
     return 0
+
+
+def need_new(path: Path) -> None:
+    """Raise ValueError where a file that is to be written is there."""
+    if path.exists():
+        raise ValueError(f"--out {path}: is there already; name a new file")
+
+
+def need_no_pickle(path: Path) -> None:
+    """Raise ValueError where a file is what joblib and scikit-learn write, by its name."""
+    if path.suffix in (".pkl", ".pickle", ".joblib"):
+        raise ValueError(
+            f"{path}: a pickle runs code when it is read; of scikit-learn's classifiers "
+            "vllm.v1.probes.files.probe_from_sklearn makes a probe, in Python"
+        )
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
