@@ -92,9 +92,9 @@ def spans_of_another_head() -> object:
     return train_probe(bench(), LabelledData(entries, "a"), [SITE], pool=Mean())
 
 
-def written_over() -> object:
+def written_over() -> None:
     with tempfile.NamedTemporaryFile() as file:
-        return need_new(Path(file.name))
+        need_new(Path(file.name))
 
 
 PROBES = [

@@ -26,10 +26,11 @@ captures.py     straight from captures: a vector as a file, rows as one array
 records.py      lines of data files
 checkpoints.py  a small model with real weights, from the package registry
 dataset/        activations of whole data sets, on disk
+probes/         probes trained, calibrated and judged: docs/probes.md
 
 Nothing of the engine imports this, and it imports nothing of the engine that users do not have:
-`LLM`, `SamplingParams`, `vllm.v1.capture`, `vllm.v1.steering.files`, `vllm.v1.features`, the HTTP
-client.
+`LLM`, `SamplingParams`, `vllm.v1.capture`, `vllm.v1.steering.files`, `vllm.v1.features`,
+`vllm.v1.probes`, the HTTP client.
 """
 
 from vllm.pilot.bench import EngineBench, ServerBench, Steering
