@@ -37,7 +37,7 @@ from vllm.pilot.fitting import (
     separate,
     separation_of,
 )
-from vllm.pilot.linear_probe import fit, fit_probe
+from vllm.pilot.linear_probe import fit, fit_probe, fit_probes, fits
 from vllm.pilot.pairs import Text
 from vllm.pilot.picture import heat_map, place_map, subplots
 from vllm.pilot.reranker import rank
@@ -204,6 +204,12 @@ NUMBERS: dict[str, Call] = {
     "directions.d_prime": lambda p, n, c: d_prime(p, n),
     "linear_probe.fit": lambda p, n, c: fit(p, n, c**2, intercept=True)[0] * c,
     "linear_probe.fit_probe": lambda p, n, c: fit_probe(p, n, c**2).weight.double() * c,
+    "linear_probe.fit_probes": lambda p, n, c: [
+        probe.weight.double() * c for probe in fit_probes(p, n, [c**2, 9 * c**2])
+    ],
+    "linear_probe.fits": lambda p, n, c: [
+        weight * c for weight, _ in fits(p, n, [c**2, 9 * c**2], intercept=True)
+    ],
     "linear_probe.fit_probe, without": lambda p, n, c: (
         fit_probe(p, n, c**2, intercept=False).weight.double() * c
     ),
@@ -266,6 +272,8 @@ ABSENT = {
     "linking": "weights of a query sum to 1, what is added is the paper's; tried below",
     "metrics": "nats, or the unit of the user's function",
     "numbers": "numbers as they are, in float64",
+    "picture.histogram": "ranges of the scores' own size",
+    "picture.roc_curve": "rates",
     "pairs": "texts",
     "patching": "nats; tests/http/test_sweep_plan.py",
     "persona": "texts",

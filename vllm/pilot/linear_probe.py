@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear probes: logistic regression on captured rows, by Newton's method in float64."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,23 +62,41 @@ def fit_probe(
         ValueError: a class is empty, shapes differ, a row is not finite, nothing tells the classes
             apart, the penalty is not above 0, or it did not converge.
     """
-    weight, bias = fit(positive, negative, penalty, intercept)
-    if not weight.any():
-        raise ValueError("fit_probe: nothing tells positive from negative, no weight is above 0")
-    return Probe(as_float32(weight, "fit_probe"), bias)
+    return next(fit_probes(positive, negative, [penalty], intercept))
+
+
+def fit_probes(
+    positive: Rows, negative: Rows, penalties: Sequence[float], intercept: bool = True
+) -> Iterator[Probe]:
+    """Fit a probe for each of several penalties, as `fit_probe` does and raises; the rows are taken
+    apart once."""
+    for weight, bias in fits(positive, negative, penalties, intercept):
+        if not weight.any():
+            raise ValueError(
+                "fit_probe: nothing tells positive from negative, no weight is above 0"
+            )
+        yield Probe(as_float32(weight, "fit_probe"), bias)
 
 
 def fit(
     positive: Rows, negative: Rows, penalty: float, intercept: bool
 ) -> tuple[torch.Tensor, float]:
     """Find the weights, float64 [hidden], and the bias, as `fit_probe` does and raises."""
+    return next(fits(positive, negative, [penalty], intercept))
+
+
+def fits(
+    positive: Rows, negative: Rows, penalties: Sequence[float], intercept: bool
+) -> Iterator[tuple[torch.Tensor, float]]:
+    """Find weights and bias for each of several penalties, as `fit` does."""
     p, n = need_rows(positive, "positive"), need_rows(negative, "negative")
     for rows, name in ((p, "positive"), (n, "negative")):
         if rows.ndim != 2:
             raise ValueError(f"{name}: rows [n, hidden] are needed, got {list(rows.shape)}")
     need_width(p, n)
-    if not penalty > 0:
-        raise ValueError(f"penalty: {penalty} is not above 0")
+    for penalty in penalties:
+        if not penalty > 0:
+            raise ValueError(f"penalty: {penalty} is not above 0")
     rows = torch.cat([p, n])
     first = rows[0].clone() if intercept else torch.zeros_like(rows[0])
     away = rows - first  # exactly 0 where all rows have one number
@@ -89,16 +108,19 @@ def fit(
     if not kept.any():
         raise ValueError("positive and negative do not differ: all rows are the same")
     unknowns, sizes, basis = unknowns[:, kept], sizes[kept], basis[kept]
-    cost = (penalty**0.5 / sizes).square()
     if intercept:
         unknowns = torch.cat([unknowns, torch.ones_like(unknowns[:, :1])], 1)
-        cost = torch.cat([cost, torch.zeros_like(cost[:1])])
     sides = torch.cat([torch.ones(len(p)), -torch.ones(len(n))]).double()
-    found = _newton(unknowns, sides, cost)
-    weight = (found[: len(sizes)] / sizes) @ basis
-    # Of the weights as they are given: what a large channel of all rows rounds off is taken back.
-    bias = float(found[-1] - weight.float().double() @ (first + middle)) if intercept else 0.0
-    return weight, bias
+    for penalty in penalties:
+        cost = (penalty**0.5 / sizes).square()
+        if intercept:
+            cost = torch.cat([cost, torch.zeros_like(cost[:1])])
+        found = _newton(unknowns, sides, cost)
+        weight = (found[: len(sizes)] / sizes) @ basis
+        # Of the weights as they are given: what a large channel of all rows rounds off is taken
+        # back.
+        bias = float(found[-1] - weight.float().double() @ (first + middle)) if intercept else 0.0
+        yield weight, bias
 
 
 def _newton(rows: torch.Tensor, sides: torch.Tensor, cost: torch.Tensor) -> torch.Tensor:

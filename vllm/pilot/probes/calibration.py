@@ -144,7 +144,7 @@ def _asked(
     score: Score | None,
     say: Callable[[str], Any],
 ) -> tuple[Over, Score]:
-    """Which rows count and which score is a text's: as the caller or the probe says."""
+    """Return the rows that count and the score of a text, as the caller or the probe says."""
     about = probe.about
     trained_on = about.get("model", bench.name)
     if trained_on != bench.name:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from vllm.pilot.linear_probe import Probe, fit_probe
+from vllm.pilot.linear_probe import Probe, fit_probes
 from vllm.pilot.probes.reading import EntryRows
 
 PENALTIES = (0.1, 10.0, 1000.0)
@@ -28,5 +28,4 @@ def regressions(
     spread = float(rows.double().var(0).mean()) or 1.0
     sides = rows[positive], rows[~positive]
     del rows
-    for penalty in penalties:
-        yield penalty, fit_probe(*sides, penalty * spread)
+    yield from zip(penalties, fit_probes(*sides, [p * spread for p in penalties]), strict=True)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Head = Literal["linear", "mlp"]
 MEMORY = 4 << 30
-_REGRESSED, _LEARNED = 13, 2
+_REGRESSED, _LEARNED = 20, 2
 """Number of times that rows are in memory at once, in float32: of a regression, and of what is
 learned by gradient descent."""
 
