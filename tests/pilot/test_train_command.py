@@ -188,6 +188,7 @@ def test_layers_and_positions_as_people_write_them() -> None:
         ("steering train", ("--data FILE", "--score MODULE:FUNCTION", "--max-kl NATS")),
         ("steering check", ("--hf, --no-hf", "--json")),
         ("steering points", ()),
+        ("steering probe train", ("--sites SITES", "--pool POOL", "--memory GIB")),
         ("capture run", ("--data DATA", "--positions POSITIONS", "-y, --yes")),
     ],
 )

@@ -93,7 +93,6 @@ def calibrate_probe(
         **({} if true is None else {"true_positive_rate": [*true]}),
     }
     about = {**probe.about, "over": rows, "score": by, "calibration": calibrated}
-    # What was found by another threshold is no longer so.
     made = dataclasses.replace(probe, threshold=threshold, about=about)
     return Calibration(made, rate_wanted, false, negatives, true)
 
