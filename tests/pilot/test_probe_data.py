@@ -90,7 +90,7 @@ def test_tokens_that_count() -> None:
 
     bench: Any = SimpleNamespace(encode=encode)
     both = LabelledData([Labelled("abc", True, "de"), Labelled([ASKED], False, [7])])
-    found = [counted(bench, both, over) for over in ("prompt", "generated", "all")]  # type: ignore[arg-type]
+    found = [counted(bench, both, over) for over in ("prompt", "generated", "all")]
     assert [(one.start, one.stop) for part in found for one in part] == [
         *((0, 4), (0, 4), (4, 6), (4, 5), (0, 6), (0, 5))
     ]
