@@ -164,7 +164,11 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     prompt = [1] * (num_rows if args.tokens > 1 else 1)
     landing = Landing(4 << 30)
     places = Places() if args.messages else landing
-    config = SimpleNamespace(tap_shape=None, parallel_config=SimpleNamespace(_api_process_count=1))
+    config = SimpleNamespace(
+        tap_shape=None,
+        parallel_config=SimpleNamespace(_api_process_count=1),
+        capture_config=SimpleNamespace(rules=None),
+    )
     link = SimpleNamespace(places=places)
     frontend = CaptureOutputs(config, link, None)  # type: ignore[arg-type]
     states: dict[str, Any] = {}
