@@ -7,12 +7,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.support import warm
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -27,12 +27,9 @@ CASES = ["off", "idle", "steer", "capture 1 layer", "bystanders", "rule", "32 fe
 
 def run(name: str, *arguments: str) -> str:
     """What `python -m benchmarks.NAME` prints."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
     # Engines of several processes would each take the first cores.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=1800
-    )
+    done = warm.run(f"benchmarks.{name}", *arguments, env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

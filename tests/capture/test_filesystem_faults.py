@@ -6,7 +6,6 @@ Nothing is reported `ok` that is not there, and under a final name is nothing bu
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import warm
 from tests.support.disks import small_disk
 from tests.support.stored import (
     LAYOUTS,
@@ -89,10 +89,7 @@ def write_forever(root: str, layout: str, acknowledged: Connection) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_in_the_middle(tmp_path: Path, layout: str) -> None:
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(
-        ["tests.support.stored", "tests.capture.test_filesystem_faults"]
-    )
+    processes = warm.context()
     random = np.random.default_rng()
     left_behind = total = 0
     for kill in range(KILLS):

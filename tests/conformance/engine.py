@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tests.support.warm import start_warm
+
 if TYPE_CHECKING:
     from vllm import LLM
 
@@ -86,6 +88,7 @@ def start_cheaply() -> None:
       does, and they stay replaced.
     * An engine collects garbage eight times, through all of torch, transformers and vLLM: here,
       what is imported by now is left out for good, and what engines make is never left out.
+    * A core or worker in a process of its own imports vLLM: here, it is forked by one that has.
     """
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
@@ -105,6 +108,7 @@ def start_cheaply() -> None:
     gc.freeze()
     for owner, name, function in instead:
         setattr(owner, name, function)
+    start_warm()
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def server(
     from tests.http.server import serve
 
     log = tmp_path_factory.mktemp("http-log") / "server.log"
-    with serve(model, log, *options) as started:
+    with serve(model, log, *options, cold=True) as started:  # as users start it
         yield started
 
 

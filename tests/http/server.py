@@ -22,6 +22,8 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
+from tests.support.warm import Running, Warm
+
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
@@ -29,6 +31,7 @@ SECRET = "planted-secret"
 """An option of a consumer that no log may have."""
 KEY = "let-me-steer"
 NAME = "tiny"
+MAIN = "vllm.entrypoints.cli.main"
 START_SECONDS = 1200.0
 """A deadline, not a wait: on a busy machine its processes import for minutes."""
 
@@ -70,7 +73,7 @@ def save_tokenizer(folder: Path) -> None:
 class Server:
     url: str
     log: Path
-    process: subprocess.Popen[bytes]
+    process: Running
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         return httpx.post(self.url + path, json=body, headers=headers, timeout=300)
@@ -99,8 +102,13 @@ def start(
     *options: str,
     env: Mapping[str, str] | None = None,
     base: tuple[str, ...] = OPTIONS,
-) -> subprocess.Popen[bytes]:
-    """`vllm serve` in a process of its own, which writes to `log`."""
+    cold: bool = False,
+) -> Running:
+    """`vllm serve` in a process of its own, which writes to `log`.
+
+    Args:
+        cold: in a new Python, which spawns others, as users start it: tests/support/warm.py.
+    """
     import vllm  # late: `tests.http.fuzz` prepares its environment first
 
     settings = {
@@ -112,14 +120,20 @@ def start(
         "VLLM_STEERING_API_KEY": KEY,
         **(env or {}),
     }
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    arguments = ["serve", str(model), *base, *options]
+    if not cold:
+        log.unlink(missing_ok=True)
+        return Warm(MAIN, arguments, log, log, settings, Path.cwd())
     with log.open("wb") as out:
         return subprocess.Popen(
-            [*command, *base, *options], env=settings, stdout=out, stderr=subprocess.STDOUT
+            [sys.executable, "-m", MAIN, *arguments],
+            env=settings,
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: Running) -> None:
     """End it, by force if it does not."""
     process.terminate()
     try:
@@ -143,11 +157,12 @@ def serve(
     *options: str,
     env: Mapping[str, str] | None = None,
     base: tuple[str, ...] = OPTIONS,
+    cold: bool = False,
 ) -> Iterator[Server]:
-    """A server that answers, stopped at the end."""
+    """A server that answers, stopped at the end; see `start`."""
     port = free_port()
     listening = ("--host=127.0.0.1", f"--port={port}")
-    process = start(model, log, *options, *listening, env=env, base=base)
+    process = start(model, log, *options, *listening, env=env, base=base, cold=cold)
     server = Server(f"http://127.0.0.1:{port}", log, process)
     try:
         wait_for(server)

@@ -40,7 +40,7 @@ def server(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
     )
     other = start(model, folder / "other.log", *nodes, "--headless", "--data-parallel-start-rank=1")
     try:
-        with serve(model, folder / "server.log", *nodes) as started:
+        with serve(model, folder / "server.log", *nodes, cold=True) as started:
             yield started
     finally:
         stop(other)

@@ -71,7 +71,7 @@ def server(tiny_models: TinyModels, folder: Path, disk: Path) -> Iterator[Server
         f"--rules={folder / 'rules.json'}",
     )
     (folder / "rules.json").write_text('{"rules": []}')
-    with serve(model, folder / "server.log", *options) as started:
+    with serve(model, folder / "server.log", *options, cold=True) as started:
         yield started
 
 

@@ -91,7 +91,9 @@ def server(
         *("--steering-families", "add", "ablate", "focus"),
         *("--capture-points", *CAPTURE_POINTS),
     )
-    with serve(save_model(tiny_models, folder / "model"), folder / "server.log", *options) as made:
+    with serve(
+        save_model(tiny_models, folder / "model"), folder / "server.log", *options, cold=True
+    ) as made:
         assert made.change("/v1/steering/modules", {"name": "known", "vectors": VECTORS}).is_success
         yield made
 

@@ -38,7 +38,9 @@ def server(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
         f"--max-steering-configs={SLOTS}",
         "--no-enable-prefix-caching",
     )
-    with serve(save_model(tiny_models, folder / "model"), folder / "log", *options) as made:
+    with serve(
+        save_model(tiny_models, folder / "model"), folder / "log", *options, cold=True
+    ) as made:
         yield made
 
 

@@ -43,6 +43,7 @@ def pytest_load_initial_conftests() -> None:
     import transformers
 
     import vllm
+    from tests.conformance.engine import start_cheaply
     from tests.http.server import Server, wait_for
     from vllm import LLM as plain
     from vllm import AsyncEngineArgs
@@ -73,6 +74,7 @@ def pytest_load_initial_conftests() -> None:
     vllm.LLM, vllm.AsyncEngineArgs = LLM, opened  # type: ignore[misc, assignment]
     if not on_cpu:
         return
+    start_cheaply()
     load = transformers.AutoModelForCausalLM.from_pretrained
     move = transformers.BatchEncoding.to
 

@@ -24,6 +24,7 @@ from examples.capture_consumers.live_view import View, direction, shade, start, 
 from examples.capture_consumers.online_probe import OnlineProbe, demo_texts, read_texts
 from tests import ROOT
 from tests.conformance.engine import shut_down
+from tests.support import warm
 from vllm import LLM, SamplingParams
 from vllm.v1.capture.registry import parse_consumers
 
@@ -136,8 +137,11 @@ def test_a_probe_learns_online(model: Path, tmp_path: Path) -> None:
         lines += [f"1\tLady Finch, {i}, was merry", f"0\tLady Finch, {i}, was dreadful"]
     (tmp_path / "texts").write_text("\n".join(lines))
     assert read_texts(tmp_path / "texts")[1] == ("Lady Finch, 0, was dreadful", 0)
-    script = ["-m", "examples.capture_consumers.online_probe"]
-    printed = run(*script, "--model", model, "--texts", tmp_path / "texts")
+    texts = ("--model", str(model), "--texts", str(tmp_path / "texts"))
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    done = warm.run("examples.capture_consumers.online_probe", *texts, env=environment)
+    printed = done.stdout
+    assert done.returncode == 0, done.stderr[-4000:]
     reports = re.findall(r"^(\d+) rows: accuracy", printed, re.MULTILINE)
     assert reports == ["50", "100", "150", "200"]
     last = re.search(r"^second half: accuracy ([\d.]+), control ([\d.]+)$", printed, re.MULTILINE)

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from demo import checks, corpus, mood, playground
 from demo.checks import Perplexity
 from demo.corpus import Mood, Passage
 from demo.train import Recipe, cached_model
-from tests import ROOT
+from tests.support import warm
 from tests.support.real import model_folder
 from vllm.pilot.evidence import Evidence
 
@@ -193,15 +192,8 @@ def test_the_playground_fills_the_same_fields_for_either_model() -> None:
 
 
 def run_demo(out: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "demo", "--quick", "--out", str(out), *arguments]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    given = ("--quick", "--out", str(out), *arguments)
+    return warm.run("demo", *given, env={**os.environ, **environment})
 
 
 def test_demo_without_the_registry(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -24,9 +24,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import warm
 from tests.support.collecting import texts_of
 from vllm.v1.capture import copies
-from vllm.v1.capture.copies import THREADS, CopyThreads, empty
+from vllm.v1.capture.copies import THREADS, CopyThreads, empty, finished
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.frontend.results import inbox as row_inbox
 from vllm.v1.interventions.frontend.results import memory as kept_memory
@@ -368,37 +369,36 @@ def test_rows_with_gaps_between_them() -> None:
         assert rows.values[:, 0].tolist() == rows.positions.tolist()
 
 
-COUNT_THREADS = """
-import os
-from concurrent.futures import ThreadPoolExecutor
-import torch
-from vllm.v1.capture.copies import CopyThreads, finished
+def count_threads(told: Connection) -> None:
+    """How many the process has, before and after copies by threads of ours and by a plain one."""
 
-def number():
-    return len(os.listdir("/proc/self/task"))
+    def number() -> int:
+        return len(os.listdir("/proc/self/task"))
 
-torch.set_num_threads(4)
-rows = [torch.ones(64, 4096) for _ in range(6)]
-into = [torch.zeros(64, 4096) for _ in rows]
-threads = CopyThreads("test")
-counts = [number()]
-finished(threads.start((into, rows)))
-counts.append(number())
-assert all(bool((values == 1).all()) for values in into)
-counts.append(number())
-with ThreadPoolExecutor(1) as plain:
-    plain.submit(torch.Tensor.copy_, into[0], rows[0]).result()
+    torch.set_num_threads(4)
+    rows = [torch.ones(64, 4096) for _ in range(6)]
+    into = [torch.zeros(64, 4096) for _ in rows]
+    threads = CopyThreads("test")
+    counts = [number()]
+    finished(threads.start((into, rows)))
     counts.append(number())
-print(*counts, torch.get_num_threads())
-"""
-"""Apart, because an engine on a CPU ends what `torch.set_num_threads` does in its process."""
+    assert all(bool((values == 1).all()) for values in into)
+    counts.append(number())
+    with ThreadPoolExecutor(1) as plain:
+        plain.submit(torch.Tensor.copy_, into[0], rows[0]).result()
+        counts.append(number())
+    told.send([*counts, torch.get_num_threads()])
 
 
 def test_a_thread_of_ours_has_no_threads_of_its_own() -> None:
-    """Each would keep a team as large as the processor, which spins between copies."""
-    command = [sys.executable, "-c", COUNT_THREADS]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1800)
-    first, copied, before, plain, number = map(int, done.stdout.splitlines()[-1].split())
+    """Each would keep a team as large as the processor, which spins between copies. In a process
+    of its own: an engine on a CPU ends what `torch.set_num_threads` does in its."""
+    ours, theirs = warm.context().Pipe()
+    process = warm.context().Process(target=count_threads, args=(theirs,))
+    process.start()
+    theirs.close()
+    first, copied, before, plain, number = ours.recv()
+    process.join()
     assert 0 < copied - first <= THREADS and number == 4
     assert plain - before == 4  # and such a team is seen
 
