@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documents are true: their links lead somewhere, and their programs run as printed.
 
-The programs get a tiny random Llama with a tokenizer of single characters in place of MODEL, and
-nothing else is changed: engine defaults, so torch.compile is on. The README's runs with the engine
-core in a process of its own, as it does for a user.
+The programs get a tiny random Llama with a tokenizer of single characters in place of MODEL. With
+the README's nothing else is changed: a new Python, torch.compile, and the engine core in a process
+of its own, as for a user. Those of pages run eagerly, and find vLLM imported
+(tests/support/warm.py): tests/serving/test_compiled.py and test_steering_compiled.py compile.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tests.conformance import models
 from tests.conformance.runner import worst_row
 from tests.conformance.tiny import COMMON
 from tests.docs.links import broken_links, named
+from tests.support import warm
 from tests.support.spelled import spell
 from tools import docs_stats
 
@@ -123,23 +125,50 @@ if __name__ == "__main__":
 """
 """Runs the program next to it, and keeps what its requests are steered by."""
 
+EAGERLY = """
+import runpy
+from functools import partialmethod
 
-def run(program: str, model: Path, folder: Path, *, multiprocess: bool, started: str = "") -> str:
-    """What `program` printed, run as a script in `folder`, or by the script `started`."""
+from vllm import LLM
+
+LLM.__init__ = partialmethod(LLM.__init__, enforce_eager=True)
+runpy.run_module("program", run_name="__main__", alter_sys=True)
+"""
+"""Runs the program next to it without torch.compile."""
+
+
+def write(program: str, model: Path, folder: Path) -> Path:
+    """Write `program` with this model's folder into the script that it returns."""
     assert program.count(MODEL_LINE) == 1, f"the reader replaces one line, {MODEL_LINE}"
     script = folder / "program.py"
     script.write_text(program.replace("/path/to/model", str(model)))
-    if started:
-        script = folder / "started.py"
-        script.write_text(started)
-    # Nothing here changes the engine's work.
+    return script
+
+
+def run(program: str, model: Path, folder: Path, *, multiprocess: bool = False) -> str:
+    """What `program` printed, run eagerly in `folder`."""
+    write(program, model, folder)
+    (folder / "eagerly.py").write_text(EAGERLY)
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    done = warm.run("eagerly", env=environment, folder=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def run_as_a_user(program: str, model: Path, folder: Path) -> str:
+    """What `program` printed in a new Python; `RECORDER` keeps what it steers by."""
+    write(program, model, folder)
+    (folder / "started.py").write_text(RECORDER)
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CACHE_ROOT": str(ROOT / "build" / "vllm-cache"),
     }
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(folder / "started.py")],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -241,7 +270,7 @@ def test_readme_costs_are_on_the_page_that_it_links() -> None:
 def test_readme_program(model: Path) -> None:
     """One line for each scale, and it matters; the direction is the one that transformers finds."""
     (program,), folder = programs(), model.parent
-    printed = run(program, model, folder, multiprocess=True, started=RECORDER)
+    printed = run_as_a_user(program, model, folder)
     said = said_by_scale(printed)
     scales = [-1.0, 0.0, 1.0]
     assert list(said) == [f"{scale:+.1f}" for scale in scales]
@@ -281,7 +310,7 @@ def test_readme_program(model: Path) -> None:
 @pytest.mark.full
 def test_steering_page(model: Path, tmp_path: Path) -> None:
     """Its blocks are one program; each way of steering it shows has an effect."""
-    printed = run("".join(programs("docs/steering.md")), model, tmp_path, multiprocess=False)
+    printed = run("".join(programs("docs/steering.md")), model, tmp_path)
     said = dict(re.findall(r"^([a-z]+) (.*)$", printed, re.MULTILINE))
     ways = {"all", "prompt", "answer", "word", "two", "late", "gated", "patched", "module"}
     assert {way for way in ways if said[way] != said["plain"]} == ways
@@ -301,7 +330,7 @@ def test_steering_page(model: Path, tmp_path: Path) -> None:
 def test_capture_page(model: Path, tmp_path: Path) -> None:
     """Its blocks but the last are one program; the last is one of its own."""
     *guide, consumer = programs("docs/capture.md")
-    printed = run("".join(guide), model, tmp_path, multiprocess=False)
+    printed = run("".join(guide), model, tmp_path)
     said = dict(re.findall(r"^([a-z0-9]+) (.*)$", printed, re.MULTILINE))
     prompt, layers, hidden = len("Today I went"), models.LAYERS, models.HIDDEN
     assert said["status"] == "ok None"
@@ -338,7 +367,7 @@ def test_capture_page(model: Path, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_attention_page(model: Path, tmp_path: Path) -> None:
     """Its blocks are one program, which computes z from q, k and v."""
-    printed = run("".join(programs("docs/attention.md")), model, tmp_path, multiprocess=False)
+    printed = run("".join(programs("docs/attention.md")), model, tmp_path)
     said = dict(re.findall(r"^([a-z]+) (torch.*)$", printed, re.MULTILINE))
     rows, heads = len("Today I went") + 4, COMMON["num_attention_heads"]
     keys, width = COMMON["num_key_value_heads"], COMMON["head_dim"]

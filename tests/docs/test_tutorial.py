@@ -62,7 +62,7 @@ def test_program_on_first_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("PYTHONPATH", raising=False)  # the page needs the installed package alone
     model = first_layers(model_folder(), LAYERS, tmp_path / "model")
     assert here().count(REGISTERS) == 1
-    printed = run(here().replace(REGISTERS, IN_ITS_PLACE), model, tmp_path, multiprocess=False)
+    printed = run(here().replace(REGISTERS, IN_ITS_PLACE), model, tmp_path)
     check_printed(printed, tmp_path, LAYERS)
     assert re.search(r"^held False layer \d scale", printed, re.M), printed
     numbers = json.loads((tmp_path / "happy" / "report.json").read_text())
@@ -73,7 +73,7 @@ def test_program_on_first_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_program_and_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     model = model_folder()
-    printed = run(here(), model, tmp_path, multiprocess=False)
+    printed = run(here(), model, tmp_path)
     check_printed(printed, tmp_path, 30)
     assert re.search(r"^held True layer \d+ scale", printed, re.M), printed
     texts = said_by_scale(printed)
