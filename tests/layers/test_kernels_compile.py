@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compile for a GPU that is not here, in every variant.
+"""Kernels compile for a GPU that is not here.
 
-Triton's interpreter, under which they are tested, accepts what its compiler does not.
+Triton's interpreter, under which they are tested, accepts what its compiler does not. Here each
+variant in bfloat16, and the largest in float32; in the tier long every one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.full
 
 _PROGRAM = """
 import json
+import sys
 from tests.conformance.triton_cpu.sitecustomize import register_cpu_backend
 
 register_cpu_backend()  # else vLLM turns Triton off: there is no device
@@ -30,12 +32,15 @@ from vllm.v1.interventions.worker.focus import kernel as focus_kernel
 from vllm.v1.interventions.worker.focus import triton as focus_triton
 
 del triton.backends.backends["cpu"]
+every = sys.argv[1:] == ["every"]
+DTYPES = ("bf16", "fp16", "fp32") if every else ("bf16", "fp32")
 kernel = steering_terms._steer_rows_kernel
 INTS = ("slots", "program", "programs", "probes", "encoders", "gate_owners")
 FLOATS = ("vectors", "scalars", "gates")
-for dtype in ("bf16", "fp16", "fp32"):
+for dtype in DTYPES:
     for block in (512, 16384):
         kinds = ((0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1), (1, 1, 0, 1), (1, 1, 1, 1))
+        kinds = kinds if every or dtype == "bf16" else kinds[-1:]
         for norms, gated, deciding, encodes in kinds:
             constants = {"BLOCK": block, "NORMS": norms, "GATED": gated, "DECIDING": deciding}
             constants["ENCODES"] = encodes
@@ -48,9 +53,10 @@ for dtype in ("bf16", "fp16", "fp32"):
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=warps)
             print(json.dumps([dtype, constants, len(compiled.asm["cubin"])]))
 kernel = products._products_kernel
-same = [(dtype, width, dtype) for dtype in ("bf16", "fp16", "fp32") for width in (64, 256)]
+same = [(dtype, width, dtype) for dtype in DTYPES for width in (64, 256)]
 # Absorbed queries, of MLA, are float32 beside a cache of the model's dtype.
-for dtype, width, queries in (*same, ("bf16", 576, "fp32"), ("fp16", 576, "fp32")):
+absorbed = [(dtype, 576, "fp32") for dtype in DTYPES if dtype != "fp32"]
+for dtype, width, queries in (*same, *absorbed):
     keys, padded = products.block_sizes(width)
     constants = {"TOKENS": 16, "WIDTH": padded, "KEYS": keys}
     types = {"queries": "*" + queries, "pages": "*" + dtype}
@@ -64,8 +70,10 @@ for dtype, width, queries in (*same, ("bf16", 576, "fp32"), ("fp16", 576, "fp32"
 kernel, join = focus_triton.sum_kernel, focus_triton.join_kernel
 FLOATS = ("numbers", "slopes", "sinks", "lse", "sums", "stats")
 INTS = ("block_table", "focus", "requests", "forms", "runs")
-for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
+for dtype in DTYPES:
+    size = 4 if dtype == "fp32" else 2
     shapes = ((64, 1, 32, 0, 0), (128, 4, 1, 0, 1), (128, 4, 8, 1, 0), (256, 8, 4, 1, 1))
+    shapes = shapes if every or dtype == "bf16" else shapes[-1:]
     for width, group, at_once, capped, lse in shapes:
         constants = {"PAGE": 16, "GROUP": group, "MEMBERS": group, "AT_ONCE": at_once}
         keys = min(128, focus_kernel.TILE_BYTES // (width * size))
@@ -87,15 +95,19 @@ for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
 """
 
 
-def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "number"),
+    [((), 12 + 5 + 10), pytest.param(("every",), 30 + 8 + 24, marks=pytest.mark.long)],
+)
+def test_kernels_compile_for_hopper(chosen: tuple[str, ...], number: int, tmp_path: Path) -> None:
+    """The general update's, then products with keys, then those of focus."""
     pytest.importorskip("triton.backends.nvidia")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "VLLM_LOGGING_LEVEL": "ERROR"}
     run = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", _PROGRAM, *chosen], env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-4000:]
     variants = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
-    kinds = "the general update's, then products with keys, then those of focus"
-    assert len(variants) == 30 + 8 + 24, kinds
+    assert len(variants) == number
     assert all(size > 1000 for *_, size in variants), variants
