@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Architectures that the tests run, and those that they may leave to a committed measurement.
 
-One architecture for each idiom runs always. Another one is left out while `results.jsonl` has a
-result of it that was made with the sources of today: those of the taps, of the codemod that puts
-them into classes, and of the zoo. `make test-models` makes such results.
+One architecture for each idiom runs always. Others run in the tier long, but for those of which
+`results.jsonl` has a result that was made with the sources of today: those of the taps, of the
+codemod that puts them into classes, and of the zoo. `make test-models` makes such results.
 """
 
 from __future__ import annotations

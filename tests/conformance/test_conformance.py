@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our points are the residual stream of Hugging Face, read and written, per architecture.
 
-One engine serves all checks of an architecture. Here a dozen, V2 (`--runner v2`) most of it; fewer
-while what `make test-models` measured still holds: tests/conformance/selection.py. That does all
-that vLLM has, into docs/models.md.
+One engine serves all checks of an architecture. Here those of which each has an idiom of its own;
+in the tier long a dozen, V2 (`--runner v2`) most of it, but for those whose measurement by `make
+test-models` still holds: tests/conformance/selection.py. That does all that vLLM has, into
+docs/models.md.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ class Pair:
 
 
 def each_model() -> list[Any]:
-    """The chosen rows of `models.MODELS`, those of V2 and of the quick tier marked."""
-    marks: dict[str, list[pytest.MarkDecorator]] = {name: [] for name in CHOSEN}
+    """The chosen rows of `models.MODELS`, marked with their tiers."""
+
+    def tier(name: str, runner: Runner) -> str:
+        return "quick" if name in QUICK[runner] else "full" if name in ALWAYS[runner] else "long"
+
+    marks = {name: [getattr(pytest.mark, tier(name, "v1"))] for name in CHOSEN}
     for name in V2_MODELS:
-        marks[name].append(pytest.mark.v2("quick" if name in QUICK["v2"] else "full"))
-    for name in QUICK["v1"]:
-        marks[name].append(pytest.mark.quick)
+        marks[name].append(pytest.mark.v2(tier(name, "v2")))
     return [pytest.param(name, marks=marks[name]) for name in CHOSEN]
 
 

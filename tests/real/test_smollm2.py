@@ -23,6 +23,7 @@ from tests.support.real import (
     Real,
     answer_of,
     errors,
+    first_layers,
     log_prob_error,
     model_folder,
     rows_of,
@@ -46,6 +47,9 @@ from vllm.config.points import HEAD_POINTS, STREAM_POINTS
 
 pytestmark = pytest.mark.full
 
+LAYERS = 8
+"""Of V2, whose kernels are interpreted. Massive activations are made in these."""
+
 
 @pytest.fixture(scope="module")
 def full() -> Iterator[Real]:
@@ -56,12 +60,16 @@ def full() -> Iterator[Real]:
 
 
 @pytest.fixture(scope="module")
-def real(request: pytest.FixtureRequest, runner: Runner) -> Iterator[Real]:
-    """Under V2 an engine of its own: the points of the stream are enough."""
+def real(
+    request: pytest.FixtureRequest, runner: Runner, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Real]:
+    """Under V2 an engine of its own: the points of the stream are enough, and the first layers."""
     if runner == "v1":
         yield request.getfixturevalue("full")
         return
-    made = start("float32", model_folder())
+    made = start(
+        "float32", first_layers(model_folder(), LAYERS, tmp_path_factory.mktemp("real") / "first")
+    )
     yield made
     shut_down(made.llm)
 

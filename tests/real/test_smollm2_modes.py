@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SmolLM2-135M-Instruct in bfloat16, and compiled, beside transformers on the same folder.
 
-tests/real/test_smollm2.py has all that is not of a mode, in float32 and eager.
+tests/real/test_smollm2.py has all that is not of a mode, in float32 and eager, and
+tests/serving/test_compiled.py compiles a tiny model, both in the tier full. How far bfloat16 rounds
+depends on the kind of CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from tests.support.real_checks import (
 )
 from vllm.config.points import STREAM_POINTS
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 MODES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -36,14 +38,7 @@ COMPILED_LAYERS = 5
 """All would compile for a minute or two. Massive activations are made in these."""
 
 
-LONG = ("bfloat16", "bfloat16-compiled")
-"""Modes of the long tier: how far bfloat16 rounds depends on the kind of CPU."""
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(m, marks=pytest.mark.long) if m in LONG else m for m in MODES],
-)
+@pytest.fixture(scope="module", params=MODES)
 def real(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Real]:

@@ -17,7 +17,13 @@ from tests.support import serving
 from tests.support.focus import Focusing, focused
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
-from vllm.config.points import CAPTURE_POINTS, HEAD_POINTS, STEERING_POINTS, STREAM_POINTS
+from vllm.config.points import (
+    CAPTURE_POINTS,
+    HEAD_POINTS,
+    NEURONS,
+    STEERING_POINTS,
+    STREAM_POINTS,
+)
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -83,7 +89,7 @@ def test_heads_ends_and_branches(pair: tuple[LLM, Judge]) -> None:
         Ask(p, {**f, **capture("all", HEAD_POINTS)}) for f in (steered, {}) for p in (PROMPT, SHORT)
     ]
     asks.append(Ask(PROMPT))
-    ends = ("embed", "attn_out", "mlp_out", "final")
+    ends = ("embed", "attn_out", "mlp_out", "final", NEURONS)
     asks += [Ask(p, {**steered, **capture("all", ends)}) for p in (PROMPT, SHORT)]
     z = {"point": "z", "heads": {0: [1, 2], 3: [0]}}
     asks += [

@@ -48,14 +48,18 @@ class Running:
     root: Path
 
 
-@pytest.fixture(scope="module", params=["eager", "compiled", "two workers"])
+@pytest.fixture(
+    scope="module",
+    params=["eager", pytest.param("compiled", marks=pytest.mark.long), "two workers"],
+)
 def running(
     request: pytest.FixtureRequest,
     tiny_models: TinyModels,
     runner: Runner,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Running]:
-    """Two workers share the model by width (V1) or by depth (V2)."""
+    """Two workers share the model by width (V1) or by depth (V2). In the tier full,
+    tests/serving/test_compiled.py compiles the rows of a dense MLP."""
     options: dict[str, Any] = {"capture_lens": ["logit"]}
     if request.param == "compiled":
         if runner == "v2":
