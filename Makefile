@@ -18,9 +18,9 @@ install: ## make .venv with our files live in it (does nothing when nothing chan
 	@$(PYTHON) -m tools.install
 
 # Each model runner is set up before vLLM is imported, so each has a pytest process of its own. They
-# run side by side: neither uses more than a core for long. V1 has most tests; some of its files
+# run side by side: neither uses more than a core for long. V1 has most tests; some of its folders
 # wait until V2 has ended, so that both cores are done at about the same time.
-LATER := tests/conformance tests/docs tests/pilot tests/programs/test_demo.py
+LATER := tests/conformance tests/docs tests/pilot tests/programs
 # So have those with images, which import torchvision: tests/support/vision.py.
 PICTURES = { $(RUN) -m pytest --tier full --pictures $(ARGS) || { test $$? = 5 && test -n "$(ARGS)"; }; } &&
 define run_tests
