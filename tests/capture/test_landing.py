@@ -5,7 +5,6 @@ whatever is given back in the meantime, and a place is used again only when nobo
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import sys
 from multiprocessing.connection import Connection
 from random import Random
@@ -17,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import warm
 from vllm.v1.capture.transport import landing as module
 from vllm.v1.capture.transport.landing import Landing, Places, Room, RowEncoder, own_memory
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -225,7 +225,7 @@ def _frontend(pipe: Connection) -> None:
 
 def test_through_messages_to_another_process() -> None:
     """Those that are no neighbours in memory too; and they outlive the memory's maker."""
-    context = multiprocessing.get_context("spawn")
+    context = warm.context()
     ours, theirs = context.Pipe()
     process = context.Process(target=_frontend, args=(theirs,), daemon=True)
     process.start()

@@ -29,7 +29,7 @@ NUM_PROMPT = 5
 SEEDS = st.integers(0, 2**32 - 1)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Then a token takes milliseconds, and bfloat16 is truncated where the GPU rounds."""
-MANY = settings(max_examples=5 if INTERPRETED else 40)
+MANY = settings(max_examples=3 if INTERPRETED else 40)
 
 
 @pytest.fixture(scope="session")
@@ -185,7 +185,7 @@ def test_low_rank_changes_and_features_act_one_after_the_other(steer: Steer, mak
 
 
 @pytest.mark.parametrize("positions", [None, "all_generated"])
-@settings(max_examples=3 if INTERPRETED else 10)
+@settings(max_examples=2 if INTERPRETED else 10)
 @given(maker=makers())
 def test_a_gate_of_a_low_rank_change_is_decided_once(
     steer: Steer, maker: Maker, positions: str | None
@@ -372,7 +372,7 @@ def test_order_matters(steer: Steer, maker: Maker) -> None:
 
 @pytest.mark.parametrize("steps", [[9], [3, 6], [5, 4], [4, 1, 1, 1, 1, 1]])
 @pytest.mark.parametrize("positions", [None, "all_generated"])
-@settings(max_examples=3 if INTERPRETED else 10)
+@settings(max_examples=2 if INTERPRETED else 10)
 @given(maker=makers())
 def test_a_gate_decided_at_the_last_prompt_row_is_kept(
     steer: Steer, maker: Maker, positions: str | None, steps: list[int]

@@ -219,11 +219,8 @@ class Case:
 
 @pytest.mark.parametrize(
     "name",
-    # Interpreted, each takes a minute and more.
-    [
-        pytest.param(n, marks=[] if n in ("plain", "all") else pytest.mark.v2("long"))
-        for n in SIGHTS
-    ],
+    # Interpreted, each takes a minute and more. tests/serving/test_focus.py has a plain one, too.
+    [pytest.param(n, marks=[] if n == "all" else pytest.mark.v2("long")) for n in SIGHTS],
 )
 def test_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In torch and, where Triton is interpreted, in the kernel; rows that are not written keep
