@@ -93,7 +93,8 @@ def test_every_point_of_every_layer_is_read(real: Real) -> None:
     largest = max(float(rows.abs().max()) for rows in answers[0].rows.values())
     typical = float(answers[0].rows["post_block", 5].float().abs().median())
     print(f"largest {largest:.0f}, median {typical:.2f}")
-    assert largest > 1000 * typical, "this model had massive activations"
+    least = 500 if len(real.layers) == LAYERS else 1000
+    assert largest > least * typical, "this model had massive activations"
 
 
 @pytest.mark.v2
