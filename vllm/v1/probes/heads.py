@@ -92,13 +92,13 @@ class Mlp(Head, frozen=True, tag="mlp"):
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """b, V and c, float32."""
+        """Return b, V and c, float32."""
         bias, last = (np.frombuffer(b, np.float32) for b in (self.bias, self.output_bias))
         return bias, np.frombuffer(self.weight, np.float32).reshape(len(last), len(bias)), last
 
     @cached_property
     def _wide(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """b, the transposed V, and c in float64."""
+        """Return b, the transposed V, and c in float64."""
         bias, weight, last = (values.astype(float) for values in self.arrays)
         return bias, weight.T, last
 

@@ -43,7 +43,7 @@ class Pool(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=
 
 
 class Each(Pool, frozen=True, tag="each"):
-    """s_t = z_t: each row by itself."""
+    """Score of each row by itself: s_t = z_t."""
 
     def state(self) -> Pooled:
         """Return a state, which keeps nothing."""
@@ -56,7 +56,7 @@ class _Each(Pooled):
 
 
 class Mean(Pool, frozen=True, tag="mean"):
-    """s_t = (z_1 + ... + z_t) / t."""
+    """Mean of the rows so far: s_t = (z_1 + ... + z_t) / t."""
 
     def state(self) -> Pooled:
         """Return a sum and a count."""
@@ -76,7 +76,7 @@ class _Mean(Pooled):
 
 
 class Max(Pool, frozen=True, tag="max"):
-    """s_t = max(z_1, ..., z_t)."""
+    """Largest of the rows so far: s_t = max(z_1, ..., z_t)."""
 
     def state(self) -> Pooled:
         """Return the largest so far."""
@@ -84,8 +84,8 @@ class Max(Pool, frozen=True, tag="max"):
 
 
 class MultiMax(Pool, frozen=True, tag="multimax"):
-    """s_t = sum over outputs h of max(z_1h, ..., z_th): a hard maximum for each head in the place
-    of attention's softmax, which long contexts dilute (arXiv 2601.11516)."""
+    """Sum of the largest of each head: s_t = sum over outputs h of max(z_1h, ..., z_th), a hard
+    maximum in the place of attention's softmax, which long contexts dilute (arXiv 2601.11516)."""
 
     @property
     def wants(self) -> str:
@@ -114,7 +114,7 @@ class _MultiMax(Pooled):
 
 
 class Exponential(Pool, frozen=True, tag="exponential"):
-    """s_1 = z_1, s_t = a z_t + (1 - a) s_(t-1): the exponential moving average of Constitutional
+    """Exponential moving average: s_1 = z_1, s_t = a z_t + (1 - a) s_(t-1), as in Constitutional
     Classifiers++ (arXiv 2601.04603)."""
 
     a: Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -140,9 +140,8 @@ class _Exponential(Pooled):
 
 
 class RollingMax(Pool, frozen=True, tag="rolling_max"):
-    """s_t = the largest mean of `window` neighbouring rows up to t, and before there are so many
-    the mean of all: the sliding windows of arXiv 2601.04603, the max of rolling means of
-    arXiv 2601.11516."""
+    """Largest mean of `window` neighbouring rows so far, and before there are so many the mean of
+    all: the sliding windows of arXiv 2601.04603, the max of rolling means of arXiv 2601.11516."""
 
     window: Annotated[int, msgspec.Meta(ge=1, le=MAX_WINDOW)]
     """Number of rows."""
@@ -175,8 +174,8 @@ class _RollingMax(Pooled):
 
 
 class Attention(Pool, frozen=True, tag="attention"):
-    """s_t = sum over heads h of sum_i softmax_i(q_ih) v_ih over rows i <= t: an attention probe.
-    Of 2 H outputs the first H are q, the others v (arXiv 2601.11516)."""
+    """Attention probe: s_t = sum over heads h of sum_i softmax_i(q_ih) v_ih over rows i <= t. Of 2 H
+    outputs the first H are q, the others v (arXiv 2601.11516)."""
 
     @property
     def wants(self) -> str:

@@ -25,7 +25,7 @@ class Judged(NamedTuple):
     crossed: np.ndarray
     """bool [n, rules]: which cross the threshold of a rule."""
     crosses: list[bool]
-    """Of each row, True if it crosses that of any."""
+    """True for each row that crosses the threshold of any rule."""
     numbers: dict[int, np.ndarray]
     """Number of a rule that pools -> its head's numbers, [n, outputs]."""
 
