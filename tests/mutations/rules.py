@@ -44,7 +44,7 @@ _OF_WATCH = {
     "ends a token late": (_ENDS, "self._stop[0] + 2 - self._num_tokens"),
     "a flag stops": ("if rule.stops and crossings.fired", "if crossings.fired"),
     "counts rows past the end": (_LAST, "stop = num_tokens + 9 if"),
-    "another's rows": ("rows, first)", "rows, 0)"),
+    "another's rows": ("positions[first], first)", "positions[first], 0)"),
     "another's panel": ("panel_key(rules, sites), Panel", "0, Panel"),
 }
 _OF_JUDGES = {
@@ -57,8 +57,8 @@ _OF_JUDGES = {
     "need ignored": ("crossed[need - 1 :]", "crossed"),
     "of ignored": ("< self._rule.of]", "< 1 << 40]"),
     "forgets the step before": ("[self._crossed, rows]", "[rows]"),
-    "positions ignored": ("self._wanted.mask(positions)", "positions >= 0"),
-    "position of one row ignored": ("elif position in self._wanted:", "else:"),
+    "positions ignored": ("self.wanted.mask(positions)", "positions >= 0"),
+    "position of one row ignored": ("if position not in judges.wanted:", "if False:"),
     "the first layers of a stream": ("products[:, self.sites]", "products[:, : len(self.sites)]"),
     "the first rule's products": (
         "slice(rule.column, rule.column + rule.head.units)",
@@ -69,10 +69,19 @@ _OF_JUDGES = {
         "self.panel.signs[i] > self.panel.limits[i]",
         "self.panel.signs[i] < self.panel.limits[i]",
     ),
-    "what is no number is pooled": ("if finite.all():", "if True:"),
+    "what is no number is pooled": ("if finite.any():", "finite[:] = True\n            if True:"),
     "a pool for each step": (
-        "return self._state.add(numbers)",
-        "return type(self._state)().add(numbers)",
+        "pool.run(self.states[i],",
+        "pool.run(pool.start(numbers.shape[1]),",
+    ),
+    "a pool for each row": ("judges.states[i] = state", "pass"),
+    "what is no number is pooled, alone": (
+        "np.where(finite[:, None], states, before), strict",
+        "states, strict",
+    ),
+    "another's pool": (
+        "np.stack([judges.states[i] for judges in waiting])",
+        "np.stack([waiting[-1].states[i] for judges in waiting])",
     ),
 }
 _OF_HEADS = {

@@ -40,6 +40,7 @@ def test_a_wrong_watch_is_noticed(mistake: Mistake, monkeypatch: pytest.MonkeyPa
     if mistake.module is watch:
         monkeypatch.setattr(judged, "RuleWatches", mutant.RuleWatches)
     else:
+        monkeypatch.setattr(watch, "Alone", mutant.Alone)
         monkeypatch.setattr(watch, "Judges", mutant.Judges)
         monkeypatch.setattr(watch, "Panel", mutant.Panel)
     by_hand = (

@@ -120,7 +120,7 @@ def test_thresholds() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 4, 17])
 def test_pools_of_torch_are_those_of_rules(pool: pools.AnyPool, outputs: int, rows: int) -> None:
     numbers = torch.randn(rows, outputs, generator=torch.Generator().manual_seed(rows))
-    wanted = pool.state().add(numbers.double().numpy())
+    wanted = pool.scores(numbers.double().numpy())
     made = _POOLED[type(pool)](numbers, pool)
     assert made.shape == (rows,) and made.numpy() == pytest.approx(wanted, abs=1e-5)
     moved = _POOLED[type(pool)](numbers + torch.linspace(1, 2, rows)[:, None], pool)

@@ -63,11 +63,19 @@ def test_pools_are_what_they_say_in_parts_of_any_size(
 ) -> None:
     rng = np.random.default_rng(seed)
     numbers = rng.normal(size=(sum(parts), outputs)) * rng.choice([0.1, 30.0])
-    whole = pool.state().add(numbers)
+    whole = pool.scores(numbers)
     np.testing.assert_allclose(whole, pooled(pool, numbers), rtol=1e-9, atol=1e-9)
-    state, first, made = pool.state(), 0, []
+    state, first, made = pool.start(outputs), 0, []
     for part in parts:
-        made.append(state.add(numbers[first : first + part]))
+        some = numbers[first : first + part]
+        if part == 1:  # beside another completion
+            states, scores = pool.advance(
+                np.stack([state, pool.start(outputs)]), np.tile(some, (2, 1))
+            )
+            state, scores = states[0], scores[:1]
+        else:
+            state, scores = pool.run(state, some)
+        made.append(scores)
         first += part
     assert np.concatenate(made).tobytes() == whole.tobytes()
 
@@ -75,15 +83,15 @@ def test_pools_are_what_they_say_in_parts_of_any_size(
 def test_pools_differ() -> None:
     """The definitions that the test above compares with are not one and the same."""
     numbers = np.array([[3.0, 1.0], [-1.0, 2.0], [2.0, -4.0], [5.0, 1.0], [-2.0, 0.5]])
-    of_one = [tuple(p.state().add(numbers[:, :1])) for p, n in POOLS if n == 1]
+    of_one = [tuple(p.scores(numbers[:, :1])) for p, n in POOLS if n == 1]
     assert len(set(of_one)) == len(of_one) - 1, "a window of one row is the largest row"
-    assert Attention().state().add(numbers)[-1] != MultiMax().state().add(numbers)[-1]
+    assert Attention().scores(numbers)[-1] != MultiMax().scores(numbers)[-1]
 
 
 def test_large_query_scores_overflow_nothing() -> None:
     """The rows of the largest score alone count; of -1e6 and less nothing is left."""
     numbers = np.array([[-1e6, 5.0], [1e6, 2.0], [1e6, 4.0], [0.0, 100.0]])
-    assert Attention().state().add(numbers).tolist() == pytest.approx([5.0, 2.0, 3.0, 3.0])
+    assert Attention().scores(numbers).tolist() == pytest.approx([5.0, 2.0, 3.0, 3.0])
 
 
 def test_linear_and_mlp_heads_are_those_of_scikit_learn() -> None:

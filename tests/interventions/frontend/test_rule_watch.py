@@ -193,21 +193,29 @@ def test_probes_of_several_layers() -> None:
             for s, m in zip(stream.sites, matrices, strict=True)
         ]
         made.append(torch.from_numpy(np.stack(of_sites, 1)))
-    watches = RuleWatches()
-    watch = watches.open("a", plan.capture, PROMPT)
-    assert watch is not None
-    for part in (slice(0, 1), slice(1, PROMPT)):
-        at = np.arange(PROMPT)[part]
-        watches.add([CapturedChunk(at, [m[part] for m in made], 0, [("a", len(at))])])
-    results: dict[str, Any] = watch.results(PROMPT + 1)
     finite = np.delete(rows, 2, axis=0)
-    for i, probe in enumerate(probes):
-        scores = pooled(probe.pool, numbers_of(probe, finite))
-        result = results[f"r{i}"]
-        fires = sum(score > 0 for score in scores)
-        assert (result.rows, result.fired) == (PROMPT, fires)
-        assert (result.max, result.min) == pytest.approx((max(scores), min(scores)), abs=1e-5)
-        assert result.last == pytest.approx(scores[-1], abs=1e-5)
+    for parts in ([1, 4], [1] * PROMPT):
+        watches, first = RuleWatches(), 0
+        watch, other = (watches.open(name, plan.capture, PROMPT) for name in "ab")
+        assert watch is not None and other is not None
+        for size in parts:
+            # Another completion has the rows in the other order.
+            at = np.arange(first, first + size)
+            back = PROMPT - 1 - at
+            values = [torch.cat([m[at], m[back]]) for m in made]
+            owners = [("a", size), ("b", size)]
+            watches.add([CapturedChunk(np.concatenate([at, at]), values, 0, owners)])
+            first += size
+        for of, seen in ((watch, finite), (other, finite[::-1])):
+            results: dict[str, Any] = of.results(PROMPT + 1)
+            for i, probe in enumerate(probes):
+                scores = pooled(probe.pool, numbers_of(probe, seen))
+                result = results[f"r{i}"]
+                fires = sum(score > 0 for score in scores)
+                assert (result.rows, result.fired) == (PROMPT, fires)
+                of_scores = (max(scores), min(scores))
+                assert (result.max, result.min) == pytest.approx(of_scores, abs=1e-5)
+                assert result.last == pytest.approx(scores[-1], abs=1e-5)
     largest = float((finite[:, 1] @ np.array(VECTOR)).max())
     assert results["r3"].max == pytest.approx(largest, abs=1e-5)
 

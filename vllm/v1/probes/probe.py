@@ -109,4 +109,4 @@ class ServedProbe:
             float64 [n].
         """
         numbers = self.numbers(rows)
-        return self.pool.state().add(numbers) if len(numbers) else np.empty(0)
+        return self.pool.scores(numbers) if len(numbers) else np.empty(0)

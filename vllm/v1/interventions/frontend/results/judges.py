@@ -57,6 +57,7 @@ class Panel:
             if i not in shifts
         }
         """Number of a rule that pools -> its head, and its columns among the products."""
+        self.pools = {i: rules[i].pool for i in self.heads}
 
     def joined(self, products: np.ndarray) -> np.ndarray:
         """Return the products of all its sites joined, [n, columns], of those of a stream, float64
@@ -86,6 +87,50 @@ def among(rule: Rule, plan: CapturePlan) -> tuple[int, ...] | None:
     return None if found == tuple(range(len(sites))) else found
 
 
+class Alone:
+    """Rows of a step that come alone, as decoding has it, of completions that share a panel."""
+
+    def __init__(self, judged: Judged) -> None:
+        self.judged = judged
+        self._waiting: dict[Judges, tuple[int, int]] = {}
+        """Position and row of completions whose pools are still to take them."""
+
+    def add(self, judges: "Judges", position: int, row: int) -> None:
+        """Take a row of a completion: row `row` of the step."""
+        if position not in judges.wanted:
+            return
+        judged = self.judged
+        if not judges.states:
+            crossed = judged.crossed[row : row + 1] if judged.crosses[row] else None
+            judges.keep(position, judged.scores[row], crossed)
+            return
+        if judges in self._waiting:
+            self.pool()
+        self._waiting[judges] = position, row
+
+    def pool(self) -> None:
+        """Have the pools of all completions take their rows."""
+        if not self._waiting:
+            return
+        waiting, rows = list(self._waiting), [row for _, row in self._waiting.values()]
+        panel, scores = waiting[0].panel, self.judged.scores[rows]
+        for i, pool in panel.pools.items():
+            numbers = self.judged.numbers[i][rows]
+            finite = np.isfinite(numbers).all(1)
+            before = np.stack([judges.states[i] for judges in waiting])
+            states, made = pool.advance(before, np.where(finite[:, None], numbers, 0.0))
+            scores[:, i] = np.where(finite, made, np.nan)
+            for judges, state in zip(
+                waiting, np.where(finite[:, None], states, before), strict=True
+            ):
+                judges.states[i] = state
+        crossed = scores * panel.signs > panel.limits
+        crosses = crossed.any(1).tolist()
+        for k, (judges, (position, _)) in enumerate(self._waiting.items()):
+            judges.keep(position, scores[k], crossed[k : k + 1] if crosses[k] else None)
+        self._waiting = {}
+
+
 class _Crossings:
     """Rows at which one rule fired."""
 
@@ -106,44 +151,24 @@ class _Crossings:
         self._crossed = crossed[max(len(crossed) - need + 1, 0) :]
 
 
-class _Pooled:
-    """A rule's pool, of the rows of one completion. A row whose numbers are not finite has no
-    score, and the pool does not count it, so no row silences a rule for those after it."""
-
-    def __init__(self, rule: Rule) -> None:
-        self._state = rule.pool.state()
-
-    def add(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the scores of rows, [n], of the head's numbers, [n, outputs]."""
-        finite = np.isfinite(numbers).all(1)
-        if finite.all():
-            return self._state.add(numbers)
-        scores = np.full(len(numbers), np.nan)
-        if finite.any():
-            scores[finite] = self._state.add(numbers[finite])
-        return scores
-
-
 class Judges:
     """The rules of one completion that read the same rows of a stream at the same positions."""
 
     def __init__(self, rules: list[Rule], panel: Panel) -> None:
         self.rules, self.panel = rules, panel
-        self._wanted = Positions.from_flat(rules[0].runs)
-        self._pooled = {i: _Pooled(rules[i]) for i in panel.heads}
+        self.wanted = Positions.from_flat(rules[0].runs)
+        self.states = {i: pool.start(rules[i].head.outputs) for i, pool in panel.pools.items()}
+        """States of rules that pool, by number."""
         self.crossings = [_Crossings(rule) for rule in rules]
         self._rows = 0
         self._at, self._scores = np.empty(8, np.int64), np.empty((8, len(rules)))
 
-    def add_one(self, position: int, judged: Judged, row: int) -> None:
-        """Take a row that comes alone, as decoding has it, of each request: row `row` of some."""
-        if self._pooled:
-            self.add(np.array([position]), judged, slice(row, row + 1))
-        elif position in self._wanted:
-            at = self._room(1)
-            self._at[at], self._scores[at] = position, judged.scores[row]
-            if judged.crosses[row]:
-                self._cross(judged.crossed[row : row + 1], at)
+    def keep(self, position: int, scores: np.ndarray, crossed: np.ndarray | None) -> None:
+        """Take the scores of a wanted row, [rules], and which cross, [1, rules]; None for none."""
+        at = self._room(1)
+        self._at[at], self._scores[at] = position, scores
+        if crossed is not None:
+            self._cross(crossed, at)
 
     def add(self, positions: np.ndarray, judged: Judged, rows: slice) -> None:
         """Take rows, after all earlier ones.
@@ -153,14 +178,19 @@ class Judges:
             judged: rows of some completions.
             rows: which of them are this one's, n.
         """
-        keep = self._wanted.mask(positions)
+        keep = self.wanted.mask(positions)
         if not keep.any():
             return
         first = self._room(int(keep.sum()))
         scores, crossed = self._scores[first : self._rows], judged.crossed[rows][keep]
         self._at[first : self._rows], scores[:] = positions[keep], judged.scores[rows][keep]
-        for i, pooled in self._pooled.items():
-            scores[:, i] = pooled.add(judged.numbers[i][rows][keep])
+        for i, pool in self.panel.pools.items():
+            numbers = judged.numbers[i][rows][keep]
+            # A row that is not finite has no score, and the pool does not count it: no row silences
+            # a rule for those after it.
+            finite = np.isfinite(numbers).all(1)
+            if finite.any():
+                self.states[i], scores[finite, i] = pool.run(self.states[i], numbers[finite])
             crossed[:, i] = scores[:, i] * self.panel.signs[i] > self.panel.limits[i]
         if crossed.any():
             self._cross(crossed, first)

@@ -17,7 +17,7 @@ import numpy as np
 from vllm.v1.capture.rules import RULE, RULES_DO, RuleResult
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.interventions.frontend.results.judges import (
-    Judged,
+    Alone,
     Judges,
     Panel,
     among,
@@ -187,7 +187,7 @@ class RuleWatches:
     def _add(self, chunk: CapturedChunk) -> None:
         # Once for all requests of a step: of each by itself takes several times longer.
         products: dict[tuple[int, tuple[int, ...] | None], np.ndarray] = {}
-        judged: dict[Panel, Judged] = {}
+        judged: dict[Panel, Alone] = {}
         positions, start = chunk.positions.tolist(), 0
         for name, count in chunk.owners:
             first, start = start, start + count
@@ -196,17 +196,20 @@ class RuleWatches:
                 continue
             for judges in watch.judges:
                 panel = judges.panel
-                rows = judged.get(panel)
-                if rows is None:
+                alone = judged.get(panel)
+                if alone is None:
                     key = panel.stream, panel.sites
                     if key not in products:
                         made = chunk.stream(panel.stream).double().numpy()
                         products[key] = panel.joined(made)
-                    rows = judged[panel] = panel.judge(products[key])
+                    alone = judged[panel] = Alone(panel.judge(products[key]))
                 if count == 1:
-                    judges.add_one(positions[first], rows, first)
+                    alone.add(judges, positions[first], first)
                 else:
-                    judges.add(chunk.positions[first:start], rows, slice(first, start))
+                    alone.pool()
+                    judges.add(chunk.positions[first:start], alone.judged, slice(first, start))
+        for alone in judged.values():
+            alone.pool()
 
 
 def rule_results(
