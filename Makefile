@@ -50,6 +50,7 @@ mutations: install ## break the wiring on purpose: is it noticed? (docs/mutation
 # Seeds of another day each time; the tests of `make test` have the same ones always.
 test-long: install ## the tests that take minutes each: several servers and engines at once
 	$(RUN) -m pytest --tier long
+	$(RUN) -m pytest --tier long --runner v2
 
 workloads: install ## capture under random workloads, for ten minutes or so (WORKLOADS=300 of an engine)
 	WORKLOADS=$(or $(WORKLOADS),100) WORKLOADS_FROM=$$(date +%s) $(RUN) -m pytest -s tests/serving/test_capture_workloads.py
