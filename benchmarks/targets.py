@@ -160,14 +160,14 @@ TARGETS = (
     Target("32 features of each generated token: TPOT", "tpot", "32 features", "TPOT", 1.10),
     Target(
         "32 probes of 3 layers judge every token: TPOT",
-        "tpot",
+        "tpot-processes",
         "32 probes of 3 layers",
         "TPOT",
         1.03,
     ),
     Target(
         "an MLP and an attention probe judge every token: TPOT",
-        *("tpot", "an MLP, an attention probe", "TPOT", 1.03),
+        *("tpot-processes", "an MLP, an attention probe", "TPOT", 1.03),
     ),
     Target(
         "32 features of every prompt token: prompt rate",
