@@ -65,3 +65,20 @@ def test_program(letters: EngineBench, folder: Path, capsys: pytest.CaptureFixtu
     again = load_probe(folder / "lies" / "lies.safetensors")
     assert again.weight.tobytes() == made.weight.tobytes()
     assert again.threshold != made.threshold
+
+
+@pytest.mark.quick
+def test_the_dashboard_draws_metrics_that_there_are() -> None:
+    """Of counters and histograms, by labels that they have."""
+    dashboard = json.loads((ROOT / "examples" / "grafana-rules.json").read_text())
+    asked = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+    names = set(re.findall(r"vllm:(\w+)", " ".join(asked)))
+    source = (ROOT / "vllm" / "v1" / "metrics" / "capture_stats.py").read_text()
+    made = re.findall(r'_(counter|histogram)_cls\(\s*name="vllm:(rule_\w+)"', source)
+    endings = {"counter": ("_total",), "histogram": ("_bucket", "_count")}
+    known = {name + ending for kind, name in made for ending in endings[kind]}
+    assert names <= known and names >= {f"{name}_total" for kind, name in made if kind == "counter"}
+    labels = set(re.findall(r"by \(([\w, ]+)\)", " ".join(asked)))
+    assert labels <= {"rule", "rule, then", "rule, le", "result"}
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places) == 4
