@@ -64,12 +64,14 @@ class Webhook:
         self._taken = Counter[str]()
         self._queue: _Queue = Queue(settings.queue)
         sender = _Sender(settings, self._queue, self.results)
-        thread = Thread(target=sender.run, name="rule-webhook", daemon=True)
-        thread.start()
-        self._finalizer = finalize(self, _end, sender, thread)
+        self._thread = Thread(target=sender.run, name="rule-webhook", daemon=True)
+        self._finalizer = finalize(self, _end, sender, self._thread)
 
     def tell(self, event: dict[str, Any]) -> None:
-        """Queue an event; never waits."""
+        """Queue an event; never waits. The first one starts the thread: an engine core may be
+        forked from this process before, and should find one thread."""
+        if self._thread.ident is None:
+            self._thread.start()
         try:
             self._queue.put_nowait(event)
         except Full:
@@ -98,6 +100,8 @@ def texts_of(state: "ref[RequestState]") -> dict[str, Any]:
 
 
 def _end(sender: "_Sender", thread: Thread) -> None:
+    if thread.ident is None:
+        return  # nothing was told
     sender.ending.set()
     with suppress(Full):  # a full queue wakes the thread, too
         sender.queue.put_nowait(None)
