@@ -62,7 +62,8 @@ class Panel:
     def joined(self, products: np.ndarray) -> np.ndarray:
         """Return the products of all its sites joined, [n, columns], of those of a stream, float64
         [n, sites, columns]."""
-        return self._join(products if self.sites is None else products[:, self.sites])
+        with np.errstate(invalid="ignore"):  # a row that is not finite has no score
+            return self._join(products if self.sites is None else products[:, self.sites])
 
     def judge(self, products: np.ndarray) -> Judged:
         """Score rows, of products as `joined` returns them."""
