@@ -121,7 +121,7 @@ def test_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a pickle runs code when it is read" in capsys.readouterr().err
     (tmp_path / "model.pt").write_bytes(pickle.dumps(print))
     assert run("probe", "import", f"{tmp_path}/model.pt", f"{tmp_path}/b", SITES) == 2
-    assert "cannot be read as a state dict" in capsys.readouterr().err
+    assert "cannot be read: no state dict" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
 
 
