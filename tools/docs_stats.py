@@ -28,7 +28,7 @@ BUDGETS = {
     "docs/map.md": 80,
     "docs/performance.md": 900,
     "docs/playground.md": 670,
-    "docs/probes.md": 720,
+    "docs/probes.md": 780,
     "docs/reliability.md": 500,
     "docs/scale.md": 450,
     "docs/steering.md": 1600,
