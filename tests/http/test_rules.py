@@ -115,13 +115,13 @@ def test_a_probe_of_several_layers(client: SteeringClient) -> None:
     weight = np.stack([PROBE, PROBE]).reshape(1, 2, -1) / 2
     probe = made_probe(sites, weight, np.array([0.25]), pool=Max(), threshold=float(want.mean()))
     listed = {**probe.fields(), "weight": weight[0].tolist(), "bias": [0.25]}
-    for given in (probe, probe.fields(), listed):
+    for given in (probe.fields(), listed):
         rules = [{"name": "r", "probe": given}, {"name": "s", "probe": given, "threshold": 1e30}]
         [answer] = answers(client, PROMPT, False, rules=rules)
         said = answer.rules["r"]
         assert said["last"] == pytest.approx(float(want[-1]), abs=1e-3)
         assert said["fired"] == (want > want.mean()).sum() > answer.rules["s"]["fired"] == 0
-    client.set_rules([{"name": "ours", "probe": probe}])
+    client.set_rules([{"name": "ours", "probe": probe.fields()}])
     [known] = client.rules()
     client.set_rules([])
     assert (known["head"], known["pool"], known["layer"]) == ("linear", "max", layers)

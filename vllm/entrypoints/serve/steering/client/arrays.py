@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from vllm.v1.probes.probe import ServedProbe
-
 _FLOATS = {"float16": "<f2", "float32": "<f4"}
 
 
@@ -69,7 +67,7 @@ def pack_layers(
 
 
 def packed_fields(value: Any, path: str = "") -> Any:
-    """Return a request with every numpy array in it packed, and every probe as its fields.
+    """Return a request with every numpy array in it packed.
 
     Args:
         path: where it stands, for errors.
@@ -77,8 +75,6 @@ def packed_fields(value: Any, path: str = "") -> Any:
     Raises:
         ValueError: as `pack`, with the path of the array.
     """
-    if isinstance(value, ServedProbe):
-        value = value.fields()
     if isinstance(value, np.ndarray):
         return pack(value, path)
     if isinstance(value, np.generic):
