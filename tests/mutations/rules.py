@@ -45,7 +45,7 @@ _OF_WATCH = {
     "a flag stops": ("if rule.stops and crossings.fired", "if crossings.fired"),
     "counts rows past the end": (_LAST, "stop = num_tokens + 9 if"),
     "another's rows": ("positions[first], first)", "positions[first], 0)"),
-    "another's panel": ("panel_key(rules, sites), Panel", "0, Panel"),
+    "another's panel": ("key = panel_key(rules, sites)", "key = 0"),
 }
 _OF_JUDGES = {
     "says the next position": ("at[fires].tolist()", "(at[fires] + 1).tolist()"),

@@ -57,7 +57,7 @@ def as_numbers(probe: ServedProbe, found: Evaluation, command: str = "") -> dict
         "model": found.model,
         "command": command,
         "sites": [[*site] for site in probe.sites],
-        "head": _kind(probe.head),
+        "head": probe.head.kind,
         "pool": msgspec.to_builtins(probe.pool),
         "threshold": probe.threshold,
         "evaluation": found.numbers(),
@@ -110,7 +110,7 @@ def card(probe: ServedProbe, found: Evaluation, name: str, command: str, keep: b
     texts = training.get("texts", {})
     rows = {
         "sites": at,
-        "head": f"{_kind(probe.head)}, {probe.head.units} units",
+        "head": f"{probe.head.kind}, {probe.head.units} units",
         "pool": json.dumps(msgspec.to_builtins(probe.pool)),
         "rows that count": found.over,
         "score of a text": f"the {found.score} of its rows",
@@ -163,8 +163,3 @@ def pictures(found: Evaluation) -> str:
     save_figure(figure, written)
     text = written.getvalue()
     return text[text.index("<svg") :]  # without what begins a file
-
-
-def _kind(part: Any) -> str:
-    kind: str = msgspec.to_builtins(part)["kind"]
-    return kind

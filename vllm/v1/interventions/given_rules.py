@@ -52,8 +52,8 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
     def told(self) -> dict[str, Any]:
         """Return what the operator is told of it: the norm, and the kinds of head and pool."""
         weights = np.frombuffer(b"".join(self.vectors), np.float32)
-        kinds = [msgspec.to_builtins(part)["kind"] for part in (self.head, self.pool)]
-        return {"probe_norm": float(np.linalg.norm(weights)), "head": kinds[0], "pool": kinds[1]}
+        norm = float(np.linalg.norm(weights))
+        return {"probe_norm": norm, "head": self.head.kind, "pool": self.pool.kind}
 
 
 class Dosed(msgspec.Struct, frozen=True, tag=True):

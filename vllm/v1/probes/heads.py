@@ -33,6 +33,11 @@ class Head(msgspec.Struct, frozen=True, tag_field="kind", dict=True):
     """Function of a row's products."""
 
     @property
+    def kind(self) -> str:
+        """Name of the kind, as files and rules say it."""
+        return str(self.__struct_config__.tag)
+
+    @property
     def units(self) -> int:
         """Number of products that it takes, of each site."""
         raise NotImplementedError

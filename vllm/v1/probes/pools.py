@@ -25,6 +25,11 @@ class Pool(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=
     """Kind of pool, and what it is told."""
 
     @property
+    def kind(self) -> str:
+        """Name of the kind, as files and rules say it."""
+        return str(self.__struct_config__.tag)
+
+    @property
     def wants(self) -> str:
         """Words for the number of outputs that it takes, for errors."""
         return "one output"

@@ -57,10 +57,9 @@ class ServedProbe:
 
     def __repr__(self) -> str:
         """Say its parts, not its numbers."""
-        kinds = [msgspec.to_builtins(part)["kind"] for part in (self.head, self.pool)]
         at = ", ".join(f"{point}.{layer}" for point, layer in self.sites)
         units, _, hidden = self.weight.shape
-        return f"ServedProbe({', '.join(kinds)}, {units} x {hidden} at {at})"
+        return f"ServedProbe({self.head.kind}, {self.pool.kind}, {units} x {hidden} at {at})"
 
     @property
     def hidden_size(self) -> int:

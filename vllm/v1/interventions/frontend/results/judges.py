@@ -110,7 +110,7 @@ class Alone:
         self._waiting[judges] = position, row
 
     def pool(self) -> None:
-        """Have the pools of all completions take their rows."""
+        """Advance the pools of all completions by their rows."""
         if not self._waiting:
             return
         waiting, rows = list(self._waiting), [row for _, row in self._waiting.values()]

@@ -75,7 +75,9 @@ class RuleWatch:
         self.judges = []
         for rules in groups.values():
             sites = among(rules[0], plan)
-            panel = panels.setdefault(panel_key(rules, sites), Panel(rules, sites))
+            key = panel_key(rules, sites)
+            if (panel := panels.get(key)) is None:
+                panel = panels[key] = Panel(rules, sites)
             self.judges.append(Judges(rules, panel))
         self._num_tokens = self._num_prompt_tokens = num_prompt_tokens
         self._tell, self._told = tell, set[str]()
