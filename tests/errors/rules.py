@@ -16,9 +16,9 @@ from safetensors.numpy import save_file
 
 from tests.errors.case import Case, path
 from tests.support.plans import HIDDEN, SHAPE, VECTOR, config_of
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.capture import CaptureConfig
-from vllm.sampling_params import BeamSearchParams
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 from vllm.v1.interventions.frontend.control.steering import AsyncSteering
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.resolve import refuse_beam_search
@@ -49,6 +49,24 @@ ABLATE: dict[str, Any] = {"op": "ablate", "point": "post_block", "layers": [1], 
 def rule(**fields: Any) -> dict[str, Any]:
     """A request for one rule; a field given as None is left out."""
     return {"rules": [{k: v for k, v in {**RULE, **fields}.items() if v is not None}]}
+
+
+def forces(ids: Any) -> dict[str, Any]:
+    return rule(then={"force": ids})
+
+
+def all_forced() -> dict[str, Any]:
+    """A request that the operator's rule judges."""
+    catalog = ModuleCatalog(config_of())
+    given = forces([1])["rules"]
+    catalog.state.rules[""] = parse_operator_rules(given, "rules", config_of(), {})
+    return {"catalog": catalog}
+
+
+def connected() -> VllmConfig:
+    config = config_of()
+    config.kv_transfer_config = KVTransferConfig()
+    return config
 
 
 def by_module(name: Any) -> dict[str, Any]:
@@ -297,6 +315,26 @@ RULES = [
     Case(path(f"{R}.below", "1"), rule(below=1)),
     Case(path(f"{R}.then", "'abort'"), rule(then="abort")),
     Case(path(f"{R}.then", "list"), rule(then=["stop"])),
+    Case(path(f"{R}.then"), rule(then={})),
+    Case(path(f"{R}.then.force", "0", "1-256"), forces([])),
+    Case(path(f"{R}.then.force", "257", "1-256"), forces([1] * 257)),
+    Case(path(f"{R}.then.force", "'</think>'", "1-256"), forces("</think>")),
+    Case(path(f"{R}.then.force[1]", "100", "0 to 99"), forces([1, 100])),
+    Case(path(f"{R}.then.force[0]", "-1", "0 to 99"), forces([-1])),
+    Case(path(f"{R}.then.force[0]", "True", "0 to 99"), forces([True])),
+    Case(path("logprobs", "rule 'toxic'"), {**forces([1]), "logprobs": 1}),
+    Case(path("logprobs", "the operator's rule 'toxic'"), {**all_forced(), "logprobs": 1}),
+    Case(
+        path("logprob_token_ids", "rule 'toxic'"),
+        {**forces([1]), "logprob_token_ids": [1]},
+    ),
+    Case(
+        path("structured_outputs", "rule 'toxic'"),
+        {**forces([1]), "structured_outputs": StructuredOutputsParams(regex="a")},
+    ),
+    Case(path("prompt", "rule 'toxic'"), {**forces([1]), "images": [(1, 3)]}),
+    Case(path("prompt", "rule 'toxic'"), {**forces([1]), "embedded": [1]}),
+    Case(path("kv_transfer_config", "rule 'toxic'"), {**forces([1]), "config": connected()}),
     Case(path(f"{R}.need", "0", "1048576"), rule(need=0)),
     Case(path(f"{R}.need", "True", "1048576"), rule(need=True)),
     Case(path(f"{R}.of", "2.0", "1048576"), rule(of=2.0)),

@@ -33,18 +33,25 @@ class Mistake:
 
 
 _SIGNS = "np.where([rule.below for rule in rules], -1.0, 1.0)"
-_ENDS = "self._stop[0] + 1 - self._num_tokens"
+_ENDS = "max(at + 1 - self._num_tokens, 0)"
 _LARGEST = "np.fmax.reduce(products, axis=1)"
 _SUM = "products[:, 0] if products.shape[1] == 1 else products.sum(1)"
 _LAST = "stop = num_tokens - 1 if"
 _FINITE = "self._state.add(numbers[finite])"
 
 _OF_WATCH = {
-    "ends a token early": (_ENDS, "self._stop[0] - self._num_tokens"),
-    "ends a token late": (_ENDS, "self._stop[0] + 2 - self._num_tokens"),
-    "a flag stops": ("if rule.stops and crossings.fired", "if crossings.fired"),
+    "ends a token early": (_ENDS, "max(at - self._num_tokens, 0)"),
+    "ends a token late": (_ENDS, "max(at + 2 - self._num_tokens, 0)"),
+    "a flag stops": ("if rule.then != FLAG and crossings.fired", "if crossings.fired"),
     "counts rows past the end": (_LAST, "stop = num_tokens + 9 if"),
     "another's rows": ("positions[first], first)", "positions[first], 0)"),
+    "rows behind a cut count": ("if self._forces:", "if False:"),
+    "a forced token is not given out": ("[*tokens, *rule.puts]", "[*tokens, *rule.puts[1:]]"),
+    "forces twice": ("and rule.name not in self._forced", ""),
+    "forces at what cut before": ("crossings.since(self._rows)[:1]", "crossings.fired[:1]"),
+    "a stop after what is forced": ("(rule.then != STOP, i)", "(rule.then == STOP, i)"),
+    "goes on without room": ("< self._most_tokens", "<= self._most_tokens"),
+    "goes on behind a stop string": ("self._goes_on, self.most_rows = False,", "self.most_rows ="),
     "another's panel": ("key = panel_key(rules, sites)", "key = 0"),
 }
 _OF_JUDGES = {

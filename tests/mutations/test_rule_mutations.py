@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import Phase, given, settings
 
+from tests.interventions.frontend import test_forcing as forcing
 from tests.interventions.frontend import test_operator_rules as for_all
 from tests.interventions.frontend import test_rule_watch as judged
 from tests.mutations.rules import FOR_ALL, JUDGED, OF_HEADS, Mistake
@@ -21,9 +23,9 @@ pytestmark = pytest.mark.quick
 
 
 # The same steps each time, and no smaller ones looked for when one fails.
-STEPS = settings(max_examples=100, phases=[Phase.generate], database=None, derandomize=True)(
-    given(*judged.STEPS)(judged.test_steps_of_any_size.hypothesis.inner_test)
-)
+SAME = settings(max_examples=100, phases=[Phase.generate], database=None, derandomize=True)
+STEPS = SAME(given(*judged.STEPS)(judged.test_steps_of_any_size.hypothesis.inner_test))
+FORCED = SAME(given(*forcing.STEPS)(forcing.test_steps_of_any_size.hypothesis.inner_test))
 
 
 def fails(check: Callable[[], object]) -> bool:
@@ -39,15 +41,22 @@ def test_a_wrong_watch_is_noticed(mistake: Mistake, monkeypatch: pytest.MonkeyPa
     mutant = mistake.made()
     if mistake.module is watch:
         monkeypatch.setattr(judged, "RuleWatches", mutant.RuleWatches)
+        monkeypatch.setattr(forcing, "RuleWatches", mutant.RuleWatches)
     else:
         monkeypatch.setattr(watch, "Alone", mutant.Alone)
         monkeypatch.setattr(watch, "Judges", mutant.Judges)
         monkeypatch.setattr(watch, "Panel", mutant.Panel)
-    by_hand = (
+    checks = (
+        STEPS,
+        FORCED,
+        forcing.test_a_stop_string_in_what_is_kept_or_forced_ends_the_answer,
+        forcing.test_a_rule_that_stops_goes_before_one_that_forces,
+        forcing.test_what_fired_before_a_cut_forces_nothing_after_it,
+        partial(forcing.test_what_is_forced_has_room_for_a_token_more, 0, False),
         judged.test_a_window_reaches_over_steps,
         judged.test_probes_of_several_layers,
     )
-    assert fails(STEPS) or any(map(fails, by_hand))
+    assert any(map(fails, checks))
 
 
 @pytest.mark.parametrize("mistake", OF_HEADS, ids=lambda mistake: mistake.name)

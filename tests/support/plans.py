@@ -40,6 +40,7 @@ SHAPE = TapShape(
     hidden_size=HIDDEN,
     dtype="float32",
     layers={0: _WHOLE, 1: _WHOLE, 2: _PARALLEL, 3: _WHOLE},
+    token_ids=100,
 )
 """Four layers, of which layer 2 is a parallel block."""
 

@@ -73,9 +73,9 @@ def test_steps_of_any_size(
     ]
     plan = plan_for(*rules)
     watches = RuleWatches()
-    watch = watches.open("a", plan, PROMPT)
+    watch = watches.open("a", plan, PROMPT, MOST)
     assert watch is not None
-    other = watches.open("b", plan, PROMPT)
+    other = watches.open("b", plan, PROMPT, MOST)
 
     # As the definition says, on all rows at once.
     counts = {
@@ -144,7 +144,7 @@ def test_of_several_layers_the_largest_dose_counts() -> None:
     assert plan is not None and plan.capture is not None
     for steps in ([[0, 1, 2, 3, 4]], [[0], [1], [2], [3], [4]]):
         watches = RuleWatches()
-        watch = watches.open("a", plan.capture, PROMPT)
+        watch = watches.open("a", plan.capture, PROMPT, MOST)
         assert watch is not None
         for at in steps:
             values = torch.tensor([doses[i] for i in at])[..., None]
@@ -196,7 +196,7 @@ def test_probes_of_several_layers() -> None:
     finite = np.delete(rows, 2, axis=0)
     for parts in ([1, 4], [1] * PROMPT):
         watches, first = RuleWatches(), 0
-        watch, other = (watches.open(name, plan.capture, PROMPT) for name in "ab")
+        watch, other = (watches.open(name, plan.capture, PROMPT, MOST) for name in "ab")
         assert watch is not None and other is not None
         for size in parts:
             # Another completion has the rows in the other order.
@@ -224,7 +224,7 @@ def test_scores_that_are_no_numbers_never_fire() -> None:
     """An infinity may, and is left out of what is said of the scores."""
     plan = plan_for({"over": "all"}, {"over": "all", "below": True})
     watches = RuleWatches()
-    watch = watches.open("a", plan, PROMPT)
+    watch = watches.open("a", plan, PROMPT, MOST)
     assert watch is not None
     scores = np.array([[np.nan, np.inf, 1.0, -1.0], [np.nan, np.nan, np.nan, np.nan]])
     watches.add([chunk(plan, {"a": [0, 1, 2, 3]}, scores)])
@@ -243,14 +243,14 @@ def test_rules_at_one_place_over_the_same_positions_share_a_stream() -> None:
     assert [(r.stream, r.column) for r in plan.rules][:3] == [(0, 0), (0, 1), (0, 2)]
     # The last two have the same matrix.
     assert len({r.stream for r in plan.rules}) == 2 == len(plan.streams)
-    assert plan.consumers == {} and not plan.stops
-    assert plan_for({"then": "stop"}).stops
+    assert plan.consumers == {} and not plan.cuts
+    assert plan_for({"then": "stop"}).cuts
 
 
 def test_the_watch_of_a_request_that_is_gone_gets_nothing() -> None:
     watches = RuleWatches()
     plan = plan_for({})
-    watch = watches.open("a", plan, PROMPT)
+    watch = watches.open("a", plan, PROMPT, MOST)
     rows = chunk(plan, {"a": [5, 6]}, np.ones((1, 20)))
     watches.add([rows])
     seen = None if watch is None else watch.results(99)["r0"]
@@ -260,4 +260,4 @@ def test_the_watch_of_a_request_that_is_gone_gets_nothing() -> None:
     watches.add([rows])
     asked = plan_of(capture={"inline": {"hooks": {"post_block": [1]}}})
     assert asked is not None and asked.capture is not None
-    assert watches.open("b", asked.capture, PROMPT) is None
+    assert watches.open("b", asked.capture, PROMPT, MOST) is None

@@ -165,7 +165,7 @@ def test_the_first_row_at_which_a_rule_of_the_operator_fires_is_told(tmp_path: P
     assert plan is not None and plan.capture is not None
     hook: Any = Told()
     watches = RuleWatches(hook)
-    watch = watches.open("a", plan.capture, PROMPT, lambda: {"answer": "so far"})
+    watch = watches.open("a", plan.capture, PROMPT, MOST, lambda: {"answer": "so far"})
     assert watch is not None
     scores = np.full((3, 40), -1.0)
     scores[:, PROMPT + 1], scores[:, PROMPT + 3 :] = 0.5, 2.0

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-RULES_DO = ("flag", "stop")
+FLAG, STOP, FORCE = RULES_DO = ("flag", "stop", "force")
 """Actions that a rule may take where it fires."""
 RULE = "rule:"
 """Prefix of a rule's name where the rule is the reason why an answer stopped."""
@@ -28,3 +28,5 @@ class RuleResult:
     mean: float | None
     last: float | None = None
     """The score of the last of these rows: of a probe with a pool, that of the whole answer."""
+    forced_at: int | None = None
+    """The position of the first token that it put into the answer; None if it put none."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from vllm.v1.capture.rules import RULES_DO
+from vllm.v1.capture.rules import FLAG, FORCE, STOP
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.given_probes import read_probe
@@ -25,6 +25,8 @@ from vllm.v1.probes.probe import ServedProbe
 
 MAX_RULES = 32
 """The most rules that a request is judged by, the operator's among them."""
+MAX_FORCED = 256
+"""The most tokens that a rule forces."""
 MAX_WINDOW = 1 << 20
 """The largest `of`."""
 OVER = {"generated": "all_generated", "prompt": "all_prompt"}
@@ -78,7 +80,8 @@ class GivenRule(msgspec.Struct, frozen=True):
     over: Any
     need: int
     of: int
-    stops: bool
+    then: str
+    puts: tuple[int, ...]
 
     def told(self) -> dict[str, Any]:
         """Return what the operator is told of the rule."""
@@ -93,7 +96,7 @@ class GivenRule(msgspec.Struct, frozen=True):
             "over": self.over,
             "need": self.need,
             "of": self.of,
-            "then": RULES_DO[self.stops],
+            "then": {FORCE: [*self.puts]} if self.puts else self.then,
             **self.score.told(),
         }
 
@@ -134,7 +137,7 @@ def _rule(given: Given, shape: TapShape, direction_of: DirectionOf) -> GivenRule
     if len(scores) != 1:
         rule.refuse(f"needs one of {', '.join(map(repr, _SCORED))}")
     scored = _SCORES[scores[0]](rule, shape, direction_of)
-    then = rule.get("then", "flag").choice(RULES_DO, "must be 'flag' or 'stop', got {given}")
+    then, puts = _action(rule.get("then", FLAG), shape)
     need = rule.get("need", 1).int(1, MAX_WINDOW, _WINDOW)
     of = rule.get("of", need).int(1, MAX_WINDOW, _WINDOW)
     if need > of:
@@ -151,8 +154,22 @@ def _rule(given: Given, shape: TapShape, direction_of: DirectionOf) -> GivenRule
         over=rule.get("over", "generated").value,
         need=need,
         of=of,
-        stops=then == "stop",
+        then=then,
+        puts=puts,
     )
+
+
+def _action(given: Given, shape: TapShape) -> tuple[str, tuple[int, ...]]:
+    """What a rule does where it fires, and the tokens that it forces."""
+    if not isinstance(given.value, Mapping):
+        message = "must be 'flag', 'stop' or {'force': [token ids]}, got {given}"
+        return given.choice((FLAG, STOP), message), ()
+    ids = given.fields(needed=(FORCE,), of="an action")[FORCE]
+    most = shape.token_ids - 1
+    message = f"must be a list of 1-{MAX_FORCED} token ids, got {{given}}"
+    listed = ids.entries(message, 1, MAX_FORCED)
+    wanted = f"must be a token id, 0 to {most}, got {{given}}"
+    return FORCE, tuple(token.int(0, most, wanted) for token in listed)
 
 
 class _Scored(NamedTuple):

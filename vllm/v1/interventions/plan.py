@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm.v1.capture.rules import FLAG
 from vllm.v1.interventions.focus import FocusOp, FocusProgram
 from vllm.v1.interventions.makings import AnyMaking, AnySource, AsIs, Rows
 from vllm.v1.interventions.terms import Term
@@ -190,8 +191,10 @@ class Rule(msgspec.Struct, frozen=True):
     """True if scores cross it that are smaller; else those that are larger."""
     need: int
     of: int
-    stops: bool
-    """True if the answer ends with the token of the first row at which it fires."""
+    then: str
+    """Action that it takes where it fires, one of `RULES_DO`."""
+    puts: tuple[int, ...] = ()
+    """Tokens that it forces: they follow the token of the row at which it first fires."""
     stream: int = 0
     """The index of the plan's stream that has the scores."""
     column: int = 0
@@ -233,9 +236,14 @@ class CapturePlan(msgspec.Struct, frozen=True):
     """The request's id as its caller knows it."""
 
     @property
-    def stops(self) -> bool:
-        """True if a rule may end the answer, which only the frontend finds."""
-        return any(rule.stops for rule in self.rules)
+    def cuts(self) -> bool:
+        """True if a rule may cut the answer, which only the frontend finds."""
+        return any(rule.then != FLAG for rule in self.rules)
+
+    @property
+    def forces(self) -> bool:
+        """True if a rule may put tokens into the answer."""
+        return any(rule.puts for rule in self.rules)
 
     def row_bytes(self, consumer: str) -> int:
         """Bytes of a position's rows at all sites of a consumer."""
@@ -244,8 +252,18 @@ class CapturePlan(msgspec.Struct, frozen=True):
         return sum(s.row_bytes * len(sites.intersection(s.sites)) for s in streams)
 
 
+class Begun(msgspec.Struct, frozen=True):
+    """Part of an answer that a request goes on from: it was cut there, and sent anew."""
+
+    output_token_ids: list[int]
+    """The answer so far."""
+    rows: int
+    """The position before which all rows were delivered."""
+
+
 class Plan(msgspec.Struct, frozen=True):
     """All that a request asks for, checked and resolved; None for what it does not ask for."""
 
     steering: SteeringPlan | None = None
     capture: CapturePlan | None = None
+    begun: Begun | None = None

@@ -67,6 +67,8 @@ class TapShape(msgspec.Struct, frozen=True):
     """Name -> sparse autoencoder, of those that can be read."""
     vocab_size: int = 0
     """Number of logits of the head, where there are lenses."""
+    token_ids: int = 0
+    """Number of token ids that the model can read."""
     lens_rows: int = 0
     """Number of more rows of hidden_size that a row under a lens takes of a step's budget."""
     fuses_focus: bool = False

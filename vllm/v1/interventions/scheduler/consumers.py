@@ -32,7 +32,7 @@ class _Capture:
             request.prompt_token_ids, request.prompt_embeds, request.prompt_is_token_ids
         )
         self.client_index = request.client_index
-        hold = bool(sampling.stop) or plan.stops
+        hold = bool(sampling.stop) or plan.cuts
         self.feeds = Feeds(hosted, request.request_id, plan, prompt, hold)
         self.admitted = False
         infos = {name: request_info(request.request_id, plan, name, prompt) for name in names}

@@ -61,10 +61,21 @@ class SchedulerInterventions:
 
     # -- a request's life -------------------------------------------------------------------
 
-    def arrive(self, request: Request) -> None:
-        """Take in a new request: its blocks were hashed before its global tiers were known."""
+    def arrive(self, request: Request) -> bool:
+        """Take in a new request: its blocks were hashed before its global tiers were known.
+
+        Returns:
+            Whether it goes before all that wait: it ran, and goes on from a part of its answer.
+        """
+        begun = request.interventions.plan.begun
+        if begun is not None:
+            request.append_output_token_ids(begun.output_token_ids)
+            # To upstream's statistics it is as one that was preempted: its prompt was counted.
+            request.num_preemptions = 1
+            request.take_prefill_stats()
         self._restart(request)
         self.captures.arrive(request)
+        return begun is not None
 
     def can_admit(self, request: Request) -> bool:
         """Tell whether a waiting request may start now: all it will ever need is free."""

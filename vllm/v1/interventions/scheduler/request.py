@@ -56,7 +56,8 @@ class RequestInterventions:
         self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
         self.last_run = (self.wanted.runs() or [(0, 0)])[-1]
         """The last of the runs of `wanted`: what most tokens are looked up in, without a call."""
-        self._next_row = 0
+        begun = self.plan.begun
+        self._next_row = 0 if begun is None else begun.rows
 
     def cache_hit_limit(self) -> int:
         """Most tokens that may come from the prefix cache: cached positions are not computed, so

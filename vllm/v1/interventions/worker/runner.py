@@ -137,6 +137,7 @@ class WorkerInterventions:
             hidden_size=hidden_size,
             dtype=str(model_config.dtype).removeprefix("torch."),
             layers=shapes,
+            token_ids=model_config.get_vocab_size(),
             lanes=num_lanes(layers, self._config),
             whole_prompts=has_whole_prompts(layers),
             reads_masked=reads_masked(model),

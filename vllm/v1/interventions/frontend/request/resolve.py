@@ -26,7 +26,7 @@ from vllm.v1.interventions.frontend.request.chat import KEY as TURNS
 from vllm.v1.interventions.frontend.request.doses import need_known_doses
 from vllm.v1.interventions.frontend.request.media import NOWHERE, Media
 from vllm.v1.interventions.frontend.request.prompt import Prompt
-from vllm.v1.interventions.frontend.request.rules import parse_rules
+from vllm.v1.interventions.frontend.request.rules import parse_rules, refuse_beside_forcing
 from vllm.v1.interventions.frontend.request.steering import steering_plan
 from vllm.v1.interventions.frontend.request.written_text import written_text
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, STEERING_FIELDS, CapturePlan, Plan
@@ -252,6 +252,7 @@ def _capture(
     plan = parse_capture(params.capture, "capture", shape, prompt, specs, modules, rules)
     if plan is None:
         return None
+    refuse_beside_forcing(plan, params, prompt, config)
     for name, selection in plan.consumers.items():
         making, path = selection.making, f"capture.{name}.{selection.making.sites_field}"
         need_captured_points(making.needed(selection.sites), path, config.capture_config)
@@ -272,7 +273,7 @@ def _capture(
             f"{at_once} position{'s' if at_once > 1 else ''} at once need {needed} bytes, the "
             f"engine has capture_buffer_bytes={config.capture_config.capture_buffer_bytes}",
         )
-    hold, inline_bytes = bool(params.stop) or plan.stops, 0
+    hold, inline_bytes = bool(params.stop) or plan.cuts, 0
     for name, selection in plan.consumers.items():
         position_bytes = plan.row_bytes(name)
         row_bytes = position_bytes // len(selection.sites)  # on average

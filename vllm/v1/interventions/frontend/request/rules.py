@@ -4,10 +4,12 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from vllm.sampling_params import SamplingParams
+from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.request.budget import Unit
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
@@ -24,10 +26,13 @@ from vllm.v1.interventions.given_rules import (
     given_rules,
 )
 from vllm.v1.interventions.makings import AnyMaking, Dose, Scores
-from vllm.v1.interventions.plan import Rule, Selection, Site
+from vllm.v1.interventions.plan import CapturePlan, Rule, Selection, Site
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.values import plain
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class AskedRule(NamedTuple):
@@ -77,6 +82,39 @@ def parse_rules(
     return asked
 
 
+def refuse_beside_forcing(
+    plan: CapturePlan, params: SamplingParams, prompt: Prompt, config: "VllmConfig"
+) -> None:
+    """Raise ValueError for what cannot be had of an answer that a rule may cut and have go on."""
+    rule = next((rule for rule in plan.rules if rule.puts), None)
+    if rule is None:
+        return
+    masks = config.model_config is not None and config.model_config.return_sampling_mask
+    refused = [
+        ("logprobs", params.logprobs is not None, "tokens that are forced have none"),
+        ("logprob_token_ids", params.logprob_token_ids is not None, "forced tokens have none"),
+        ("structured_outputs", params.structured_outputs is not None, "a grammar may forbid them"),
+        ("prompt", bool(prompt.media.items), "images and embeddings are sent once"),
+        ("kv_transfer_config", config.kv_transfer_config is not None, "it loads a prompt once"),
+        ("return_sampling_mask", masks, "tokens that are forced have none"),
+        (
+            "enable_return_routed_experts",
+            config.aux_output_config.enable_return_routed_experts,
+            "experts of what was cut would be among them",
+        ),
+    ]
+    for name, selection in plan.consumers.items():
+        path = f"capture.{name}"
+        refused += [
+            (path, not is_inline(name), "it has rows of what is cut; capture inline"),
+            (path, selection.making.adds_up, "a sum has rows of what is cut; capture the rows"),
+        ]
+    whose = "the operator's rule" if rule.for_all else "rule"
+    for path, is_given, why in refused:
+        if is_given:
+            reject(path, f"cannot be used beside {whose} {rule.name!r}, which forces tokens: {why}")
+
+
 def _direction(name: Any, path: str, site: Site, *, catalog: ModuleCatalog, prompt: Prompt) -> Any:
     return direction_of(name, path, site, catalog, prompt.work)
 
@@ -102,7 +140,8 @@ def _asked(
         below=rule.below,
         need=rule.need,
         of=rule.of,
-        stops=rule.stops,
+        then=rule.then,
+        puts=rule.puts,
         for_all=for_all,
         head=rule.score.head,
         pool=rule.score.pool,

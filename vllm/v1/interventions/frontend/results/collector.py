@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of one completion, gathered as they come: what `inline` returns."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,9 @@ from vllm.v1.interventions.frontend.results.memory import KeptMemory
 from vllm.v1.interventions.frontend.results.pieces import Piece, Run
 from vllm.v1.interventions.plan import CapturePlan, dtype_of
 from vllm.v1.interventions.shape import LayerShape
+
+ALL_ROWS = sys.maxsize - 1
+"""Limit of rows that leaves none out."""
 
 
 class RowCollector:
@@ -124,6 +128,21 @@ class RowCollector:
         started = self._threads.follow(copies_of(filled))
         self._moved.append(Piece(positions, versions, [values], slice(None), started))
 
+    def cut(self, stop: int) -> None:
+        """Let go of rows at positions from `stop` on, and of all that their steps still bring:
+        they come anew."""
+        self.move()
+        moved = []
+        for piece in self._moved:
+            if rows := int(np.searchsorted(piece.positions, stop)):
+                kept = slice(0, rows)
+                moved.append(
+                    piece._replace(
+                        positions=piece.positions[kept], versions=piece.versions[kept], rows=kept
+                    )
+                )
+        self._moved, self._delivered = moved, min(self._delivered, stop)
+
     def results(
         self,
         output_token_ids: Sequence[int],
@@ -131,6 +150,7 @@ class RowCollector:
         finished: bool,
         aborted: bool,
         only_new: bool,
+        most_rows: int = ALL_ROWS,
     ) -> dict[str, CaptureResult]:
         """The results so far. Rows may still be on their way to where they are read.
 
@@ -139,9 +159,11 @@ class RowCollector:
             finished: whether these are all there will be.
             aborted: whether the request was cut off, so that rows may be missing.
             only_new: leave out rows that an earlier call returned (streaming of deltas).
+            most_rows: the position from which on none come, with an answer that ends in tokens
+                that a rule put there.
         """
         self._add_up()
-        num_tokens = len(self._prompt_token_ids) + len(output_token_ids)
+        num_tokens = min(len(self._prompt_token_ids) + len(output_token_ids), most_rows + 1)
         if not (finished or only_new):
             return self._results_so_far(output_token_ids, num_tokens)
         pieces = self._moved + self._unmoved()

@@ -51,6 +51,10 @@ class RowInbox:
         """Give a collector what comes for its request, for as long as it is in use."""
         self._collectors[request_id] = collector
 
+    def close(self, request_id: str) -> None:
+        """Let go of what comes for a request."""
+        self._collectors.pop(request_id, None)
+
     def add(self, chunks: list[CapturedChunk]) -> None:
         """Take the rows of a message; some of their owners may have no collector."""
         before, self._runs, landed = self._runs, {}, self._landed

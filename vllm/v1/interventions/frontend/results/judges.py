@@ -151,6 +151,10 @@ class _Crossings:
         self.fired += at[fires].tolist()
         self._crossed = crossed[max(len(crossed) - need + 1, 0) :]
 
+    def since(self, position: int) -> list[int]:
+        """Return the positions from one on at which it fired."""
+        return self.fired[bisect_left(self.fired, position) :]
+
 
 class Judges:
     """The rules of one completion that read the same rows of a stream at the same positions."""
@@ -220,7 +224,8 @@ class Judges:
         fired = self.crossings[i].fired[: bisect_left(self.crossings[i].fired, stop)]
         scores = self._scores[:rows, i]
         scores = scores[np.isfinite(scores)]
-        of_scores: list[float | None] = [None] * 4
-        if len(scores):
-            of_scores = [*(float(f(scores)) for f in (np.max, np.min, np.mean)), float(scores[-1])]
-        return RuleResult(fired[0] if fired else None, len(fired), rows, *of_scores)
+        first = fired[0] if fired else None
+        if not len(scores):
+            return RuleResult(first, len(fired), rows, None, None, None)
+        most, least, mean = (float(f(scores)) for f in (np.max, np.min, np.mean))
+        return RuleResult(first, len(fired), rows, most, least, mean, float(scores[-1]))

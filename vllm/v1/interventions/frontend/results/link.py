@@ -4,12 +4,18 @@
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.consumer import ConsumerResult
 from vllm.v1.capture.transport.landing import Places
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+)
 from vllm.v1.engine.core_client import AsyncMPClient, InprocClient, SyncMPClient
 from vllm.v1.interventions.calls import CaptureCall
 
@@ -37,6 +43,10 @@ class CaptureLink(ABC):
         """Tell the engine core, after all that was sent to it before."""
 
     @abstractmethod
+    def add(self, request: EngineCoreRequest) -> None:
+        """Send a request."""
+
+    @abstractmethod
     def _put(self, outputs: EngineCoreOutputs) -> None:
         """Put outputs among those that come from the engine core; from any thread."""
 
@@ -54,6 +64,9 @@ class _InprocLink(CaptureLink):
 
     def send(self, call: CaptureCall) -> None:
         self._client.engine_core.capture(call)
+
+    def add(self, request: EngineCoreRequest) -> None:
+        self._client.add_request(request)
 
     @property
     def places(self) -> Places | None:
@@ -82,6 +95,9 @@ class _SyncLink(CaptureLink):
         message = (0, call_id, "capture", (call,))
         self._client._send_input(EngineCoreRequestType.UTILITY, message)
 
+    def add(self, request: EngineCoreRequest) -> None:
+        self._client.add_request(request)
+
     def _put(self, outputs: EngineCoreOutputs) -> None:
         self._client.outputs_queue.put_nowait(outputs)
 
@@ -102,7 +118,13 @@ class _AsyncLink(CaptureLink):
         self._loop = asyncio.get_running_loop()
 
     def send(self, call: CaptureCall) -> None:
-        task = asyncio.ensure_future(self._client.call_utility_all_async("capture", call))
+        self._start(self._client.call_utility_all_async("capture", call))
+
+    def add(self, request: EngineCoreRequest) -> None:
+        self._start(self._client.add_request_async(request))
+
+    def _start(self, sending: Coroutine[object, object, object]) -> None:
+        task = asyncio.ensure_future(sending)
         self._tasks.add(task)
         task.add_done_callback(self._sent)
 

@@ -29,7 +29,8 @@ from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.interventions.calls import CaptureCall, CaptureEnd
 from vllm.v1.interventions.frontend.request.capture import check_global
-from vllm.v1.interventions.frontend.results.collector import RowCollector
+from vllm.v1.interventions.frontend.results.collector import ALL_ROWS, RowCollector
+from vllm.v1.interventions.frontend.results.going_on import SentRequest
 from vllm.v1.interventions.frontend.results.hold import OutputHold
 from vllm.v1.interventions.frontend.results.inbox import RowInbox
 from vllm.v1.interventions.frontend.results.watch import RuleWatches
@@ -41,7 +42,7 @@ from vllm.v1.steering.rule_files import read_webhook
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
     from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.interventions.frontend.results.link import CaptureLink
     from vllm.v1.metrics.stats import IterationStats
@@ -83,6 +84,14 @@ class CompletionCapture:
         self.hold = hold
         self.ended = False
 
+    def go_on(self, new: str, rows: int) -> None:
+        """Go on under another id, from the rows before position `rows`."""
+        if self._collector is not None:
+            self._collector.cut(rows)
+            self._outputs.inbox.open(new, self._collector)
+            self._outputs.inbox.close(self._request_id)
+        self._request_id = new
+
     @property
     def waits(self) -> bool:
         """True if results are still to come."""
@@ -107,7 +116,11 @@ class CompletionCapture:
             self.feeds.deliver(chunk, output_token_ids)
 
     def results(
-        self, output_token_ids: Sequence[int], finish_reason: FinishReason | None, only_new: bool
+        self,
+        output_token_ids: Sequence[int],
+        finish_reason: FinishReason | None,
+        only_new: bool,
+        most_rows: int,
     ) -> dict[str, CaptureResult]:
         """The results that go into the completion output that is being made.
 
@@ -118,6 +131,7 @@ class CompletionCapture:
             output_token_ids: the generated tokens so far.
             finish_reason: None while there are more to come.
             only_new: leave out rows of earlier outputs.
+            most_rows: the position from which on none come.
         """
         finished = finish_reason is not None
         aborted = finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
@@ -126,7 +140,11 @@ class CompletionCapture:
             if finished:
                 self._outputs.inbox.finish(self._collector)
             inline = self._collector.results(
-                output_token_ids, finished=finished, aborted=aborted, only_new=only_new
+                output_token_ids,
+                finished=finished,
+                aborted=aborted,
+                only_new=only_new,
+                most_rows=most_rows,
             )
         if not finished:
             # A mapping of its own: this output may still be in a queue when results are there.
@@ -219,6 +237,7 @@ class CaptureOutputs:
         self, config: "VllmConfig", link: "CaptureLink", tokenizer: TokenizerLike | None
     ) -> None:
         self.link, self.texts = link, _Texts(tokenizer)
+        self._model_config = config.model_config
         self.hosted = HostedConsumers("capture-rows")
         # When the engine is collected or the program ends: hosts hold nothing that holds this.
         self._finalizer = weakref.finalize(self, self.hosted.shutdown)
@@ -235,6 +254,8 @@ class CaptureOutputs:
         self.webhook = None if settings is None else Webhook(settings)
         self.rules = RuleWatches(self.webhook)
         self.layers = {} if config.tap_shape is None else config.tap_shape.layers
+        self._sent: weakref.WeakValueDictionary[str, SentRequest] = weakref.WeakValueDictionary()
+        """Requests that may be sent again, by id."""
         self._open: dict[str, CompletionCapture] = {}
         """Captures with consumers whose results are not all in, by request."""
         self._ready: list[RequestOutput] = []
@@ -261,8 +282,15 @@ class CaptureOutputs:
         request.plan = Plan(request.plan.steering, plan)
         self._counts = state.stats is not None
         state.rules = self.rules.open(
-            request.request_id, plan, state.prompt_len, partial(texts_of, weakref.ref(state))
+            request.request_id,
+            plan,
+            state.prompt_len,
+            min(state.max_tokens_param or 0, self._model_config.max_model_len - state.prompt_len),
+            partial(texts_of, weakref.ref(state)),
         )
+        if plan.forces:
+            assert not isinstance(state.queue, OutputHold)
+            state.sent = self._sent[request.request_id] = SentRequest(request, state.queue)
         if not plan.consumers:
             return
         hold = self._hold(state)
@@ -290,6 +318,8 @@ class CaptureOutputs:
 
     def handle_output(self, output: EngineCoreOutput) -> bool:
         """Take rows of several requests, or results of consumers. Whether `output` is only that."""
+        if output.events is not None and (sent := self._sent.get(output.request_id)) is not None:
+            sent.came(output)
         if output.captured:
             self.inbox.add(output.captured)
             self.rules.add(output.captured)
@@ -308,6 +338,23 @@ class CaptureOutputs:
             if result.consumer in self.hosted.hosts and not result.dropped:
                 call = CaptureCall(output.request_id, released=result.consumer)
                 self.link.send(call)
+        return True
+
+    def goes_on(self, processor: "OutputProcessor", state: "RequestState") -> bool:
+        """Tell whether a rule cut an answer that goes on; if so, send its request anew."""
+        rows = None if state.rules is None else state.rules.goes_on()
+        if rows is None or state.sent is None:
+            return False
+        assert state.detokenizer is not None
+        sent, old = state.sent, state.request_id
+        request = sent.again(state.detokenizer.output_token_ids, rows)
+        new = request.request_id
+        self._sent[new] = self._sent.pop(old)
+        self.rules.rename(old, new)
+        if state.capture is not None:
+            state.capture.go_on(new, rows)
+        sent.rename(processor, state, new)
+        self.link.add(request)
         return True
 
     def count(self, results: Iterable[ConsumerResult]) -> None:
@@ -385,4 +432,6 @@ def capture_results(
         return None
     assert state.detokenizer is not None
     only_new = state.output_kind == RequestOutputKind.DELTA
-    return state.capture.results(state.detokenizer.output_token_ids, finish_reason, only_new)
+    most_rows = ALL_ROWS if state.rules is None else state.rules.most_rows
+    answer = state.detokenizer.output_token_ids
+    return state.capture.results(answer, finish_reason, only_new, most_rows)
