@@ -16,7 +16,7 @@ BUDGETS = {
     "docs/attention.md": 1900,
     "docs/capture-files.md": 1100,
     "docs/features.md": 890,
-    "docs/capture.md": 4720,
+    "docs/capture.md": 4960,
     "docs/coming-from.md": 1295,
     "docs/cookbook.md": 980,
     "docs/datasets.md": 800,
