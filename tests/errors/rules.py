@@ -173,6 +173,12 @@ def probe(of: dict[str, Any] = FIELDS, **fields: Any) -> dict[str, Any]:
     return rule(point=None, layer=None, probe=kept)
 
 
+def pooled_prompt() -> dict[str, Any]:
+    """A request for a rule whose pool goes through all of the prompt."""
+    [one] = probe(pool={"kind": "mean"})["rules"]
+    return {"rules": [{**one, "over": "prompt"}]}
+
+
 def served(sites: int, hidden: int = HIDDEN) -> dict[str, Any]:
     at = [("pre_attn", i) for i in range(sites)]
     made = made_probe(at, np.ones((1, sites, hidden)), np.zeros(1))
@@ -252,6 +258,14 @@ PROBES = [
     Case(path(f"{P}.pool"), probe(pool={"kind": "rolling_max", "window": 0})),
     Case(path(f"{P}.pool", "['width']"), probe(pool={"kind": "mean", "width": 2})),
     Case(path(f"{P}.pool", "'mean'"), probe(pool="mean")),
+    Case(
+        path(R, allowed="16384"),
+        {
+            **pooled_prompt(),
+            "prompt": 5000,
+            "config": config_of(max_request_work=1 << 14),
+        },
+    ),
     Case(path(P), probe(pool={"kind": "attention"})),
     Case({}, do=lambda: probe_file(weight=WEIGHT, bias=BIAS)),
     Case({}, do=lambda: probe_file({**ABOUT, "version": 2}, weight=WEIGHT, bias=BIAS)),

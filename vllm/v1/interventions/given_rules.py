@@ -160,7 +160,7 @@ def _rule(given: Given, shape: TapShape, direction_of: DirectionOf) -> GivenRule
 
 
 def _action(given: Given, shape: TapShape) -> tuple[str, tuple[int, ...]]:
-    """What a rule does where it fires, and the tokens that it forces."""
+    """Action of a rule where it fires, and the tokens that it forces."""
     if not isinstance(given.value, Mapping):
         message = "must be 'flag', 'stop' or {'force': [token ids]}, got {given}"
         return given.choice((FLAG, STOP), message), ()

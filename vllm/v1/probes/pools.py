@@ -38,6 +38,10 @@ class Pool(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=
         """Tell whether a head with so many outputs fits."""
         return outputs == 1
 
+    def numbers(self, outputs: int) -> int:
+        """Return how many numbers of a row it goes through, which takes the frontend's time."""
+        return outputs
+
     def start(self, outputs: int) -> State:
         """Return the state before the first row."""
         raise NotImplementedError
@@ -66,6 +70,10 @@ class Pool(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=
 
 class Each(Pool, frozen=True, tag="each"):
     """Score of each row by itself: s_t = z_t."""
+
+    def numbers(self, outputs: int) -> int:
+        """None: numpy copies them all at once."""
+        return 0
 
     def start(self, outputs: int) -> State:
         """Nothing is kept."""

@@ -27,6 +27,8 @@ class Unit(IntEnum):
     """A run of positions in which the same acts."""
     KILOBYTE = 32
     """1,024 bytes of vectors that are added up, and of the plan that each completion is sent."""
+    POOLED = 4
+    """A number of a row of the prompt that a probe's pool goes through, between two steps."""
     PRODUCTS = 1
     """16 million products of numbers of rows and weights on the device."""
     WEIGHTS = 1

@@ -132,6 +132,10 @@ def _asked(
 ) -> AskedRule:
     units = rule.score.head.units * len(rule.sites)
     prompt.work.charge(units * shape.hidden_size >> 8, Unit.KILOBYTE, path)
+    if not for_all:  # the operator's are the operator's to bound
+        rows = len(runs.below(len(prompt.token_ids)))
+        numbers = rows * rule.score.pool.numbers(rule.score.head.outputs)
+        prompt.work.charge(numbers * prompt.work.n, Unit.POOLED, path)
     made = Rule(
         name=rule.name,
         sites=rule.sites,
