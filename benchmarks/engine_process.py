@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import Answer, Asks, Batch, CopyToHost, Start
+from benchmarks.engines import Answer, Asks, Batch, CopyToHost, Start, WeightBytes
 
 QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -28,6 +28,7 @@ QUIET = {
 WORKER = "benchmarks.engine_worker.EngineWorker"
 """Named, not imported: nothing but vLLM itself prepares the process that it may fork."""
 POINTS = ("pre_attn", "post_attn", "post_block")
+LAYER = "layer "
 MASS = ("mass", "a few")
 FEW_LAYERS, FEW_HEADS = 6, [0, 1, 2, 3]
 STRENGTH = 0.1
@@ -46,6 +47,7 @@ class Served:
         config = self._llm.llm_engine.model_config
         self._hidden = config.get_hidden_size()
         self._layers = config.hf_config.num_hidden_layers
+        self._ends = start.options.get("capture_stop_after") is not None
         self._vocabulary = config.get_vocab_size()
         for index in range(start.modules):
             self.register(f"module-{index}", index)
@@ -76,7 +78,7 @@ class Served:
                     outputs.append(output)
         outputs.sort(key=lambda output: int(output.request_id))
         tokens = [output.outputs[0].token_ids for output in outputs]
-        assert [len(ids) for ids in tokens] == [batch.tokens] * batch.requests
+        assert [len(ids) for ids in tokens] == [0 if self._ends else batch.tokens] * batch.requests
         return Answer(
             finished=tuple(finished[number] for number in sorted(finished)),
             digests=tuple(zlib.crc32(repr(list(ids)).encode()) for ids in tokens),
@@ -145,6 +147,8 @@ class Served:
         return {"hooks": hooks, "positions": asks.positions, **read}
 
     def _captured_layers(self, asks: Asks) -> list[int]:
+        if asks.capture.startswith(LAYER):
+            return [int(asks.capture.removeprefix(LAYER))]
         return [*range(self._layers)] if asks.capture == "all" else [self._layers // 2]
 
     def _captured(self, batch: Batch, outputs: list[Any]) -> int:
@@ -169,6 +173,9 @@ class Served:
 
     def copy_rate(self, work: CopyToHost) -> float:
         return float(self._worker("copy_rate", work.size, work.repeats))
+
+    def weight_bytes(self) -> int:
+        return int(self._worker("weight_bytes"))
 
     def check_origin(self, stock: str) -> None:
         """Upstream's engine must be upstream's in every module, and not be patched."""
@@ -208,8 +215,12 @@ def serve(pipe: Connection, start: Start, served: Served) -> None:
     pipe.send(f"{vllm.__version__} from {Path(vllm.__file__).parent}")
     while True:
         work = pipe.recv()
-        answer = served.copy_rate(work) if isinstance(work, CopyToHost) else served.answer(work)
-        pipe.send(answer)
+        if isinstance(work, WeightBytes):
+            pipe.send(served.weight_bytes())
+        elif isinstance(work, CopyToHost):
+            pipe.send(served.copy_rate(work))
+        else:
+            pipe.send(served.answer(work))
 
 
 def main() -> None:

@@ -35,6 +35,11 @@ class EngineWorker:
             torch.cuda.synchronize()
         return size * repeats / (time.perf_counter() - started)
 
+    def weight_bytes(self) -> int:
+        """Bytes of the model's parameters."""
+        model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return sum(parameter.nbytes for parameter in model.parameters())
+
     def process_id(self) -> int:
         return os.getpid()
 

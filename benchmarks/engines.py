@@ -54,10 +54,11 @@ class Asks:
 
     Args:
         distinct: contents among the requests that steer (all points of all layers); 0: none steers.
-        capture: layers whose `post_block` is captured, "middle" or "all", or what the logit "lens"
-            has for the middle layer: 10 tokens and the entropy; the 32 most active "features" of
-            "sae"; of attention, "q and z" of all layers, the "mass" of two key ranges, each
-            request's own, of all heads, or of "a few" (4 heads of 6 layers); "": none captures.
+        capture: layers whose `post_block` is captured, "middle", "all" or "layer 7", or what the
+            logit "lens" has for the middle layer: 10 tokens and the entropy; the 32 most active
+            "features" of "sae"; of attention, "q and z" of all layers, the "mass" of two key
+            ranges, each request's own, of all heads, or of "a few" (4 heads of 6 layers); "": none
+            captures.
         positions: of the capture.
         feature: whether each has one feature of its own of the autoencoder "sae" set.
         rule: whether each has one rule at the middle layer, the same, that never fires.
@@ -114,6 +115,11 @@ class CopyToHost:
 
     size: int
     repeats: int = 8
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Ask for the bytes of the parameters that the engine holds."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +270,11 @@ class Engines:
         """Bytes a second that this engine's process copies from its device."""
         self._pipes[name].send(CopyToHost(size))
         return float(self._answer(name))
+
+    def weight_bytes(self, name: str) -> int:
+        """Bytes of the parameters that this engine holds."""
+        self._pipes[name].send(WeightBytes())
+        return int(self._answer(name))
 
     def _answer(self, name: str) -> Any:
         try:

@@ -95,6 +95,12 @@ def test_engines(name: str, arguments: list[str], config: str, tmp_path: Path) -
     assert "off" in cases(tmp_path / "run.json")
 
 
+def test_early_stop(config: str, tmp_path: Path) -> None:
+    small = ["--model", config, *SMALL, "--prompt", "16", "--requests", "2"]
+    run("early_stop", *small, "--json", str(tmp_path / "run.json"))
+    assert cases(tmp_path / "run.json") == {"whole", "stopped"}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "arguments"),

@@ -69,6 +69,7 @@ DEFAULTS = {
     "capture_overload_policy": "block",
     "capture_lens": [],
     "capture_lens_rows": 512,
+    "capture_stop_after": None,
     "rules": None,
 }
 
@@ -102,6 +103,7 @@ def test_flags_are_the_options(model: Path) -> None:
         *("--capture-overload-policy", "drop"),
         *("--capture-lens", "logit", "big=lens.safetensors"),
         *("--capture-lens-rows", "64"),
+        *("--capture-stop-after", "3"),
         *("--rules", "rules.json"),
     ]
     asked = options_of(parse(model, *flags))
@@ -126,6 +128,7 @@ def test_flags_are_the_options(model: Path) -> None:
         "capture_overload_policy": "drop",
         "capture_lens": ["logit", "big=lens.safetensors"],
         "capture_lens_rows": 64,
+        "capture_stop_after": 3,
         "rules": "rules.json",
     }
     # Every option has a flag, and every flag was told apart from its default.
@@ -154,6 +157,7 @@ def test_options_reach_the_config(model: Path) -> None:
         "capture_overload_policy": "drop",
         "capture_lens": ["logit"],
         "capture_lens_rows": 9,
+        "capture_stop_after": None,  # which lenses exclude
         "rules": "rules.json",
     }
     config = build(model, **asked)
@@ -235,6 +239,7 @@ TRACED: list[dict[str, Any]] = [
     CAPTURE,
     CAPTURE | {"capture_buffer_bytes": 4096},
     CAPTURE | {"capture_points": ["post_block"]},
+    CAPTURE | {"capture_stop_after": 1},
     BOTH,
     BOTH | {"max_steering_configs": 31},
 ]

@@ -23,6 +23,7 @@ from tests.errors.case import Case
 from tests.errors.consumers import CONSUMERS
 from tests.errors.converting import CONVERTING
 from tests.errors.datasets import DATASETS
+from tests.errors.early_stop import EARLY_STOP
 from tests.errors.easysteer import EASYSTEER
 from tests.errors.features import FEATURES
 from tests.errors.files import FILES
@@ -240,7 +241,17 @@ OTHERS = [
     Case({"output": "0", "given": "1"}, do=lambda: stack([captured(0)], "post_block", [0], 1)),
 ]
 
-CASES = REQUESTS + ATTENTION + OTHERS + STEERING + STEERING_CALLS + FILES + CONSUMERS + PROJECT
+CASES = (
+    REQUESTS
+    + ATTENTION
+    + OTHERS
+    + STEERING
+    + STEERING_CALLS
+    + FILES
+    + CONSUMERS
+    + PROJECT
+    + EARLY_STOP
+)
 CASES += FEATURES + PROBES
 CASES += FILESYSTEM + LENS + TOOLKIT + FOCUS + LENSES + DATASETS + SWEEPS + EASYSTEER + ANALYZERS
 CASES += RULES + CONVERTING + HOTWIRE + INTERP

@@ -72,6 +72,11 @@ class CaptureConfig:
     """Number of rows that a step may read under lenses: each goes through the head. What does not
     fit is computed in more, smaller steps."""
 
+    capture_stop_after: int | None = Field(default=None, ge=0)
+    """Number of the last layer that is loaded and run: the engine then captures and generates
+    nothing, needs neither memory nor time for the layers behind it and the head, and takes requests
+    with max_tokens=1 alone, whose answers are empty. See docs/capture.md."""
+
     rules: str | None = None
     """A file of rules that hold for all requests, which cannot turn them off: JSON,
     `{"rules": [...]}`. Also has all API servers ask, for each request, which rules are set now. See
@@ -88,6 +93,15 @@ class CaptureConfig:
         inline = any(spec.cls is None for spec in self.consumers.values())
         if self.capture_lens and not inline:
             raise ValueError("capture_lens needs 'inline' among capture_consumers")
+        if self.capture_stop_after is not None and not self.enabled:
+            raise ValueError(
+                "capture_stop_after: needs capture_consumers (--capture-consumers inline)"
+            )
+        for option in ("capture_lens", "rules"):
+            if self.capture_stop_after is not None and getattr(self, option):
+                raise ValueError(
+                    f"capture_stop_after: {option} needs the whole model; leave one of them out"
+                )
         if self.rules is not None and not self.enabled:
             raise ValueError("rules: needs capture_consumers (--capture-consumers inline)")
 
@@ -160,5 +174,6 @@ class CaptureConfig:
                 "schema": SCHEMA,
                 "points": sorted({*self.capture_points} - {FINAL}),
                 "buffer_bytes": self.capture_buffer_bytes,
+                "stop_after": self.capture_stop_after,
             }
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm import envs
+from vllm.config.early_stop import refuse_stop
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -81,6 +82,7 @@ def refuse_unsupported(config: "VllmConfig") -> None:
             ),
         }
         _refuse("capture_lens", refused)
+    refuse_stop(config)
     if config.steering_config.features:
         _refuse("features", {"sleep mode, with capture": model.enable_sleep_mode and capture})
     rounds = os.environ.get("TRITON_F32_DEFAULT", "tf32") != "ieee"

@@ -119,6 +119,7 @@ def capture_config_of(args: "EngineArgs") -> CaptureConfig:
         capture_overload_policy=args.capture_overload_policy,
         capture_lens=args.capture_lens,
         capture_lens_rows=args.capture_lens_rows,
+        capture_stop_after=args.capture_stop_after,
         rules=args.rules,
     )
 

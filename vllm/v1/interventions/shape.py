@@ -79,6 +79,10 @@ class TapShape(msgspec.Struct, frozen=True):
     """Number of workers of a pipeline stage that share the rows of a step of many."""
     reads_masked: bool = False
     """True if attention may multiply what it masks, so that a NaN in a block reaches who has it."""
+    stop: int | None = None
+    """Number of the layer after which the loaded model ends, if it ends early."""
+    depth: int = 0
+    """Number of layers of the whole model."""
     whole_prompts: bool = False
     """True if a prompt's tokens see each other both ways, so that one step has all of them."""
 

@@ -241,6 +241,10 @@ def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
     """The layers of an int, digits, a range or "all"."""
     value = plain(value)
     if isinstance(value, str) and value == "all":
+        if shape.stop is not None and shape.stop + 1 < shape.depth:
+            reject(
+                path, f"'all' names layers up to {shape.depth - 1}, the engine has {_has(shape)}"
+            )
         return [layer for layer in sorted(shape.layers) if point in shape.offers(layer)]
     if isinstance(value, int) and not isinstance(value, bool):
         first = last = value
@@ -256,12 +260,14 @@ def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
             f"{show(value)}{_likely_layers(value)} is not a layer: use an int, a range like "
             "'4-11', 'all' or a list",
         )
-    if -(count := max(shape.layers) + 1) <= first < 0:
+    count = max(shape.layers) + 1 if shape.stop is None else shape.depth
+    if -count <= first < 0:
         first = last = first + count
     # The ends first: between them a client may put any number of layers.
     for layer in (first, last, *(range(first, last + 1) if last in shape.layers else ())):
         if layer not in shape.layers:
-            reject(path, f"layer {show(layer)} is out of range, the model has {_has(shape)}")
+            owner = "model" if shape.stop is None else "engine"
+            reject(path, f"layer {show(layer)} is out of range, the {owner} has {_has(shape)}")
     layers = list(range(first, last + 1))
     for layer in layers:
         if point not in shape.offers(layer):
@@ -283,6 +289,8 @@ def _likely_layers(value: Any) -> str:
 def _has(shape: TapShape) -> str:
     """The layers that have taps; not every decoder layer of every model has."""
     layers = sorted(shape.layers)
+    if shape.stop is not None:
+        return f"0-{shape.stop}; name such layers, or start it with a higher capture_stop_after"
     if layers == list(range(layers[-1] + 1)):
         return f"0-{layers[-1]}"
     return ", ".join(map(str, layers))

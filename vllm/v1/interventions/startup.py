@@ -96,8 +96,10 @@ def start_taps(executor: "Executor") -> TapShape | None:
     for shape in shapes:
         for n, layer in shape.layers.items():
             layers[n] = layers[n].joined(layer) if n in layers else layer
+    stop = shapes[0].stop
     num_layers = executor.vllm_config.model_config.get_total_num_hidden_layers()
-    if missing := sorted(set(range(num_layers)) - set(layers)):
+    kept = range(num_layers if stop is None else stop + 1)
+    if missing := sorted(set(kept) - set(layers)):
         raise RuntimeError(
             f"decoder layers {missing} are of a class that is not wired for steering or capture; "
             "start without enable_steering and capture_consumers, or wire it in patches/taps"

@@ -78,6 +78,11 @@ def add_options(options: argparse._ArgumentGroup) -> None:
     )
     option("--capture-more", default=None, help="JSON of further keys of the capture request.")
     option("--max-tokens", type=int, default=1, help="Tokens to generate, greedily. Default: 1.")
+    option(
+        "--whole-model",
+        action="store_true",
+        help="Load all layers and the head, also where nothing is generated.",
+    )
     option("--prompt-column", help="Texts, or lists of messages. Default: messages, prompt, text.")
     option("--id-column", help="Default: id, or else the example's number.")
     option("--label-column", help="Default: label, if there is such a column.")

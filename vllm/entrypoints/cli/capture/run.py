@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm import LLM
 from vllm.config.points import READ_POINTS
+from vllm.entrypoints.cli.capture.early_stop import with_stop
 from vllm.entrypoints.cli.steering.start import start_engine, with_inline
 from vllm.pilot import dataset
 from vllm.pilot.dataset.shard_store import ShardStore
@@ -34,7 +35,10 @@ def capture_dataset(args: argparse.Namespace) -> int:
         )
         contents = data.contents()
         print(f"{args.data}: {contents.num_examples:,} examples", flush=True)
-        llm = start_engine(with_inline(args))
+        engine_args = with_inline(args)
+        if not args.whole_model:
+            engine_args = with_stop(engine_args, hooks, more, args.max_tokens)
+        llm = start_engine(engine_args)
         activations = dataset.capture(
             llm,
             data,

@@ -154,6 +154,24 @@ def own_layers(layers: Mapping[int, nn.Module], depth: int) -> dict[int, nn.Modu
     return {n: layer for n, layer in layers.items() if n < depth or unbound_taps(layer).loops}
 
 
+def need_stopped(model: nn.Module, layers: Mapping[int, nn.Module], stop: int) -> None:
+    """Check that a model which is to end after a layer does, and that nothing else is missing.
+
+    Raises:
+        ValueError: it has made other layers, or runs layers several times.
+    """
+    own = set(layers.values())
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    cut = [each for each in lists if any(isinstance(m, PPMissingLayer) for m in each)]
+    others = [m for each in cut for m in each if not isinstance(m, PPMissingLayer) and m not in own]
+    if max(layers) != stop or others or len(own) < len(layers):
+        raise ValueError(
+            f"capture_stop_after: {type(model).__name__} cannot end after layer {stop}: its layers "
+            "are not one list that pipeline stages split; leave it out, or give vllm capture run "
+            "--whole-model"
+        )
+
+
 def num_lanes(layers: Mapping[int, nn.Module], config: VllmConfig) -> int:
     """Number of lanes of the stream.
 

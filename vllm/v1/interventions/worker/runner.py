@@ -40,6 +40,7 @@ from vllm.v1.interventions.worker.layers import (
     find_layers,
     has_whole_prompts,
     head_reads_rows,
+    need_stopped,
     num_lanes,
     own_layers,
     refuse_layers,
@@ -117,6 +118,9 @@ class WorkerInterventions:
         depth = model_config.get_total_num_hidden_layers()
         hidden_size = model_config.get_hidden_size()
         self.layers = layers = own_layers(layers, depth)
+        stop = self._config.capture_config.capture_stop_after
+        if stop is not None:
+            need_stopped(model, layers, stop)
         last = max([depth - 1, *layers])
         # Attention that runs several times is several, and each token of a prompt that is seen both
         # ways has weights which a later one changes: neither has rows of heads.
@@ -139,6 +143,8 @@ class WorkerInterventions:
             layers=shapes,
             token_ids=model_config.get_vocab_size(),
             lanes=num_lanes(layers, self._config),
+            stop=stop,
+            depth=depth,
             whole_prompts=has_whole_prompts(layers),
             reads_masked=reads_masked(model),
             senders=num_senders(self._config),

@@ -28,6 +28,7 @@ from vllm.v1.interventions.frontend.request.media import NOWHERE, Media
 from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.rules import parse_rules, refuse_beside_forcing
 from vllm.v1.interventions.frontend.request.steering import steering_plan
+from vllm.v1.interventions.frontend.request.unanswered import need_no_answer
 from vllm.v1.interventions.frontend.request.written_text import written_text
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, STEERING_FIELDS, CapturePlan, Plan
 from vllm.v1.interventions.positions import Positions
@@ -143,6 +144,8 @@ def resolve(
     """
     if not isinstance(params, SamplingParams):
         return None
+    if config.capture_config.capture_stop_after is not None:
+        need_no_answer(params, final_params, config.capture_config)
     known: _Resolved | None = given.get(RESOLVED)
     if known is not None and known.params is params and known.applied == modules.applied:
         assert final_params is not None

@@ -61,6 +61,8 @@ class CompletionCapture:
         self._outputs = outputs
         self._request_id = request.request_id
         self._plan = plan
+        self.unanswered = outputs.unanswered
+        """True if the answer is dropped: the engine has no head, and generates nothing."""
         self._prompt = prompt_tokens(
             request.prompt_token_ids, request.prompt_embeds, request.prompt_is_token_ids
         )
@@ -241,6 +243,7 @@ class CaptureOutputs:
         self.hosted = HostedConsumers("capture-rows")
         # When the engine is collected or the program ends: hosts hold nothing that holds this.
         self._finalizer = weakref.finalize(self, self.hosted.shutdown)
+        self.unanswered = config.capture_config.capture_stop_after is not None
         self._counts = False
         """True if anybody takes statistics."""
         self.finished = CaptureStats()
