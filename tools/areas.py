@@ -316,7 +316,7 @@ AREAS = (
     ),
     Area(
         "toolkit",
-        budget=3680,
+        budget=3700,  # data sets that load no more than they capture, and store small rows
         planned=3100,
         places=(
             "vllm/entrypoints/cli/capture/",
@@ -356,13 +356,14 @@ AREAS = (
     ),
     Area(
         "files and consumers",
-        budget=1815,  # features in files
+        budget=1875,  # features in files; rows of a byte a value
         planned=1700,
         places=(
             "vllm/v1/capture/consumers/",
             "vllm/v1/capture/file_format.py",
             "vllm/v1/capture/reader.py",
             "vllm/v1/capture/shard_index.py",
+            "vllm/v1/capture/small_rows.py",
             "vllm/v1/capture/stored_request.py",
             "vllm/v1/capture/table.py",
             "vllm/v1/steering/files.py",

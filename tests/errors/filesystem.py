@@ -27,6 +27,7 @@ FILESYSTEM = [
     asked("metadata", {"x": float("nan")}),
     asked("metadata", {"x": "y" * (1 << 14)}, given="16393", allowed="16384"),
     asked("layout", "zip", given="'zip'", allowed="per_file, packed, sharded, ehs"),
+    asked("dtype", "int4", given="'int4'", allowed="int8, float8"),
     Case(
         {"given": "['id']"}, do=lambda: FilesystemConsumer.check_request({"id": "x"}, "capture.f")
     ),

@@ -28,7 +28,8 @@ from vllm.pilot.dataset.capture_run import Captured
 from vllm.pilot.dataset.examples import Example
 from vllm.pilot.dataset.shard_store import LABELS, Shard, ShardStore
 from vllm.pilot.dataset.size import Estimate, duration, estimate, size
-from vllm.pilot.dataset.writer import ShardWriter
+from vllm.pilot.dataset.writer import ShardWriter, stored_bytes
+from vllm.v1.capture.small_rows import FORMS, SmallDtype, StoreDtype
 
 pytestmark = pytest.mark.quick
 
@@ -56,7 +57,7 @@ def store_all(
     root: str,
     total: int,
     shard_bytes: int = 200,
-    dtype: torch.dtype | None = None,
+    dtype: StoreDtype | None = None,
     only: Iterable[int] | None = None,
     waits: Path | None = None,
 ) -> None:
@@ -217,7 +218,7 @@ def test_a_full_disk(tmpfs: Path) -> None:
 
 
 def test_plain_libraries_read_it(tmp_path: Path) -> None:
-    store_all(str(tmp_path), 40, dtype=torch.float32)
+    store_all(str(tmp_path), 40, dtype="float32")
     need_all(str(tmp_path), 40, dtype=torch.float32)
     found: list[np.ndarray] = []
     for path in sorted(tmp_path.glob("*.safetensors")):
@@ -285,20 +286,36 @@ def test_there_is_nothing(tmp_path: Path) -> None:
         Activations("nosuch://a")
 
 
+@pytest.mark.parametrize("dtype", list(FORMS))
+def test_small_rows(tmp_path: Path, dtype: SmallDtype) -> None:
+    """Each row is what its form makes of it, item by item and all at once; half the bytes."""
+    store_all(str(tmp_path), 40, dtype=dtype)
+    activations = Activations(str(tmp_path))
+    assert [f"{point}.{layer}" for point, layer in activations.sites] == list(SITES)
+    rows = activations.rows("post_block", 3)
+    given = torch.cat([captured(i).values["post_block.3"] for i in range(40)])
+    form = FORMS[dtype]
+    expected = form.unpack(*form.pack(given))
+    assert torch.equal(rows.tensor(), expected) and not torch.equal(expected, given.float())
+    assert torch.equal(rows[7]["values"], expected[7]) and rows.numpy().dtype == np.float32
+    assert pickle.loads(pickle.dumps(rows))[3]["values"].tolist() == expected[3].tolist()
+    assert stored_bytes(dtype)(given) == len(given) * (WIDTH + 4)
+
+
 # -- sizes ---------------------------------------------------------------------------------------
 
 
 def test_estimates() -> None:
     alike = [captured(i) for i in (1, 5, 9)]
     row = 2 * WIDTH * len(SITES) + 24
-    told = estimate(alike, None, 1000, 2000.0, 3.0, 10**6, "o")
+    told = estimate(alike, stored_bytes(None), 1000, 2000.0, 3.0, 10**6, "o")
     assert told.exact and told.num_bytes == 1000 * (row + 330)
     assert told.seconds == 1000 and told.fits
-    assert estimate(alike, 4, 1000, 2000.0, 3.0, None, "o").num_bytes == 1000 * (
-        row + 2 * WIDTH * len(SITES) + 330
-    )
+    assert estimate(
+        alike, stored_bytes("float32"), 1000, 2000.0, 3.0, None, "o"
+    ).num_bytes == 1000 * (row + 2 * WIDTH * len(SITES) + 330)
     mixed = [captured(i) for i in (1, 2, 3)]  # prompts of 2, 3, 4 characters; 6 rows
-    told = estimate(mixed, None, 1000, 3000.0, 3.0, 100, "o")
+    told = estimate(mixed, stored_bytes(None), 1000, 3000.0, 3.0, 100, "o")
     assert not told.exact and told.num_bytes == int(6 * row / 9 * 3000) + 1000 * 2 * 180
     assert not told.fits
     assert str(told) == (

@@ -9,21 +9,19 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 
-class NoLogits(nn.Module):
-    """Stands in for the logits processor of a model without a head.
+class NoLogits(LogitsProcessor):
+    """Stands in for the logits processor of a model without a head."""
 
-    Args:
-        vocab_size: number of logits.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        self.vocab_size = vocab_size
-
-    def forward(self, head: object, rows: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    def forward(
+        self,
+        lm_head: nn.Module,
+        hidden_states: torch.Tensor,
+        embedding_bias: torch.Tensor | None = None,
+        skip_gather: bool = False,
+    ) -> torch.Tensor:
         """Return zeros, [n, vocab_size], for rows [n, hidden]: what is sampled of them is dropped
         in the frontend."""
-        return rows.new_zeros(len(rows), self.vocab_size)
+        return hidden_states.new_zeros(len(hidden_states), self.vocab_size)
 
 
 def drop_head(model: nn.Module, config: VllmConfig) -> None:

@@ -14,6 +14,9 @@ from torch.utils.data import Dataset
 from vllm.pilot.dataset.shard_store import LABELS, PLAN, Shard, ShardStore
 from vllm.pilot.records import DatasetError
 from vllm.v1.capture.file_format import Header, site_of, tensor_name
+from vllm.v1.capture.small_rows import FORMS, SCALE, is_site
+
+ALL = slice(None)
 
 
 class Activations:
@@ -68,7 +71,8 @@ class Activations:
     def sites(self) -> list[tuple[str, int]]:
         """The sites as (point, layer), in the order of the stream; none before the first shard."""
         for shard in self.shards:
-            names = [name for name in self._store.header(shard).tensors if name not in LABELS]
+            names = [name for name in self._store.header(shard).tensors if is_site(name)]
+            names = [name for name in names if name not in LABELS]
             if names:
                 return [site_of(name) for name in names]
         return []
@@ -144,15 +148,15 @@ class Rows(Dataset[dict[str, Any]]):
         number = bisect_right(self._stops, index)
         tensors = self._tensors(number)
         at = index - (self._stops[number - 1] if number else 0)
-        item: dict[str, Any] = {"values": tensors[self._site][at].clone()}
+        item: dict[str, Any] = {"values": self._rows(tensors, at).clone()}
         for name in LABELS:
             item[name] = int(tensors[name][at])
         label = self._labels[item["example"]]
         return item if label is None else {**item, "label": label}
 
     def tensor(self) -> torch.Tensor:
-        """Return all rows, [n, width], in the dtype of the files."""
-        return torch.cat([self._tensors(i)[self._site] for i in range(len(self._headers))])
+        """Return all rows, [n, width], in the dtype of the files; small ones as float32."""
+        return torch.cat([self._rows(self._tensors(i)) for i in range(len(self._headers))])
 
     def numpy(self) -> np.ndarray:
         """Return all rows, [n, width]; bfloat16, which numpy lacks, becomes float32, exactly."""
@@ -188,10 +192,19 @@ class Rows(Dataset[dict[str, Any]]):
             if self._store.local is None:
                 self._mapped.clear()
             header = self._headers[number]
+            names = (self._site, self._site + SCALE, *LABELS)
             self._mapped[number] = {
-                name: self._tensor(header, name) for name in (self._site, *LABELS)
+                name: self._tensor(header, name) for name in names if name in header.tensors
             }
         return self._mapped[number]
+
+    def _rows(self, tensors: Mapping[str, torch.Tensor], at: int | slice = ALL) -> torch.Tensor:
+        """The rows of a shard, or one of them."""
+        rows = tensors[self._site][at]
+        if (scales := tensors.get(self._site + SCALE)) is None:
+            return rows
+        [form] = [form for form in FORMS.values() if form.codes == rows.dtype]
+        return form.unpack(rows, scales[at])
 
     def _tensor(self, header: Header, name: str) -> torch.Tensor:
         entry = header.tensors[name]

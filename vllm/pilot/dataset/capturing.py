@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from vllm.pilot.dataset.capture_run import Captured, CaptureRun
 from vllm.pilot.dataset.examples import Contents, DataFile, Example
 from vllm.pilot.dataset.shard_store import Shard, ShardStore
 from vllm.pilot.dataset.size import Estimate, estimate, size
-from vllm.pilot.dataset.writer import ShardWriter
+from vllm.pilot.dataset.writer import ShardWriter, stored_bytes
 from vllm.pilot.records import DatasetError
+from vllm.v1.capture.small_rows import StoreDtype
 
 SHARD_BYTES = 256 << 20
 """The bytes of rows at which a shard is closed."""
@@ -38,7 +39,7 @@ def capture(
     *,
     more: Mapping[str, Any] | None = None,
     max_tokens: int = 1,
-    dtype: Literal["float32"] | None = None,
+    dtype: StoreDtype | None = None,
     skip_refused: bool = False,
     shard_bytes: int = SHARD_BYTES,
     shard_seconds: float = SHARD_SECONDS,
@@ -54,8 +55,8 @@ def capture(
         hooks, positions: as in `SamplingParams.capture`.
         more: further keys of the capture request, such as `project`.
         max_tokens: how many tokens are generated, greedily; for positions among them.
-        dtype: what rows are stored as, "float32" for readers without bfloat16; None for the
-            model's.
+        dtype: what rows are stored as: "float32" for readers without bfloat16, "int8" or "float8"
+            for a byte a value and a scale a row; None for the model's.
         skip_refused: go on where the engine refuses an example, as one that is too long: it has no
             rows then, and the manifest says why.
         shard_bytes, shard_seconds: how large or old a shard grows; the latter is what a kill costs.
@@ -87,8 +88,7 @@ def capture(
                 if not (confirm(told) if confirm is not None else told.fits):
                     raise DatasetError(f"not started: {told}")
                 store.begin(plan)
-                kept = torch.float32 if dtype == "float32" else None
-                writer = ShardWriter(store, token_text(llm), kept, shard_bytes, shard_seconds)
+                writer = ShardWriter(store, token_text(llm), dtype, shard_bytes, shard_seconds)
                 _capture(run, _examples(data, left), writer, _Progress(contents, left))
             store.write_manifest()
     return Activations(out, storage_options)
@@ -98,7 +98,7 @@ def plan_of(
     model: Mapping[str, Any],
     asked: Mapping[str, Any],
     max_tokens: int,
-    dtype: str | None,
+    dtype: StoreDtype | None,
     skip_refused: bool,
     data: DataFile,
     contents: Contents,
@@ -176,7 +176,11 @@ def _examples(data: DataFile, left: list[Shard]) -> Iterator[Example]:
 
 
 def _estimate(
-    run: CaptureRun, store: ShardStore, contents: Contents, left: list[Shard], dtype: str | None
+    run: CaptureRun,
+    store: ShardStore,
+    contents: Contents,
+    left: list[Shard],
+    dtype: StoreDtype | None,
 ) -> Estimate:
     begun = time.monotonic()
     sample = list(run(contents.sample))
@@ -185,9 +189,8 @@ def _estimate(
         raise DatasetError(f"each of {len(sample)} examples is refused: {sample[0].error}")
     num_left = sum(shard.stop - shard.start for shard in left)
     characters = contents.size * num_left / contents.num_examples
-    itemsize = 4 if dtype == "float32" else None
     free = store.free_bytes()
-    return estimate(sample, itemsize, num_left, characters, seconds, free, store.root)
+    return estimate(sample, stored_bytes(dtype), num_left, characters, seconds, free, store.root)
 
 
 def _identity(llm: LLM) -> dict[str, Any]:

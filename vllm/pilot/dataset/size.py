@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Disk and time that a data set will take, measured on a sample of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from vllm.pilot.dataset.capture_run import Captured
 from vllm.pilot.dataset.examples import size_of
@@ -40,7 +42,7 @@ class Estimate:
 
 def estimate(
     sample: Sequence[Captured],
-    itemsize: int | None,
+    stored: Callable[[torch.Tensor], int],
     num_examples: int,
     characters: float,
     seconds: float,
@@ -50,16 +52,12 @@ def estimate(
     """Scale what a sample took up to all of the data.
 
     Args:
-        itemsize: bytes of a stored value, where it is not that of the model's dtype.
+        stored: returns the bytes that rows of a site have in a file.
         num_examples: how many examples are to be done.
         characters: of their prompts, together.
         seconds: how long the sample took.
     """
-    sizes = [
-        sum(v.numel() * (itemsize or v.itemsize) for v in one.values.values())
-        + 3 * one.positions.nbytes
-        for one in sample
-    ]
+    sizes = [sum(map(stored, one.values.values())) + 3 * one.positions.nbytes for one in sample]
     exact = len(set(sizes)) == 1
     if exact:
         num_bytes = float(sizes[0] * num_examples)

@@ -10,9 +10,18 @@ import torch
 
 from vllm.pilot.dataset.capture_run import Captured
 from vllm.pilot.dataset.shard_store import LABELS, Shard, ShardStore
+from vllm.v1.capture.small_rows import FORMS, SCALE, StoreDtype
 
 MANIFEST_BYTES = 16 << 20
 """The size of a manifest at which its shard is closed: a header may have 100 MB."""
+
+
+def stored_bytes(dtype: StoreDtype | None) -> Callable[[torch.Tensor], int]:
+    """Return what says how many bytes rows of a site have in a file."""
+    if dtype in FORMS:
+        return FORMS[dtype].num_bytes
+    itemsize = 4 if dtype == "float32" else None
+    return lambda rows: rows.numel() * (itemsize or rows.itemsize)
 
 
 class ShardWriter:
@@ -29,13 +38,14 @@ class ShardWriter:
         self,
         store: ShardStore,
         token_text: Callable[[int], str],
-        dtype: torch.dtype | None,
+        dtype: StoreDtype | None,
         shard_bytes: int,
         shard_seconds: float,
     ) -> None:
         self._store = store
         self._token_text = token_text
         self._dtype = dtype
+        self._form = None if dtype is None else FORMS.get(dtype)
         self._shard_bytes = shard_bytes
         self._shard_seconds = shard_seconds
         self._open: list[Captured] = []
@@ -119,5 +129,13 @@ class ShardWriter:
         tensors = dict(zip(LABELS, labels, strict=True))
         for site in next((one.values for one in examples if one.values), {}):
             rows = torch.cat([one.values[site] for one in examples if one.values])
-            tensors[site] = rows if self._dtype is None else rows.to(self._dtype)
+            tensors |= self._stored(site, rows)
+        if self._form is not None:
+            tensors |= self._form.shared()
         self._store.write(Shard(first, last + 1), tensors, lines)
+
+    def _stored(self, site: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self._form is not None:
+            codes, scales = self._form.pack(rows)
+            return {site: codes, site + SCALE: scales}
+        return {site: rows.float() if self._dtype == "float32" else rows}

@@ -5,6 +5,7 @@ They are safetensors files. A request has the tensors
 
     positions, token_ids, versions      int64 [n], shared by all its sites
     post_block.12, pre_attn.3, ...      [n, width], one for each site
+    post_block.12.scale, ...            float32 [n], of small rows alone (small_rows.py)
 
 and a `Record`, in the file's metadata. Layouts:
 
@@ -28,6 +29,7 @@ import msgspec
 import torch
 from fsspec import AbstractFileSystem
 
+from vllm.v1.capture.small_rows import FORMS
 from vllm.v1.interventions.makings import Attention, Features, Making
 from vllm.v1.interventions.plan import Site
 
@@ -50,6 +52,8 @@ IN_SHARD = "request/"
 
 SAFETENSORS_DTYPES = {
     "I64": torch.int64,
+    "I8": torch.int8,
+    "U8": torch.uint8,
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -57,7 +61,7 @@ SAFETENSORS_DTYPES = {
 }
 """The dtypes that files may have, by their names in safetensors."""
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-_DTYPE_NAMES = {str(dtype).removeprefix("torch.") for dtype in _NAMES}
+_DTYPE_NAMES = {str(d).removeprefix("torch.") for d in _NAMES if d.is_floating_point}
 
 _MAX_HEADER = 100_000_000
 """The longest header in bytes that the safetensors library allows."""
@@ -119,6 +123,8 @@ class Record:
     points of the residual stream."""
     reduce: str = ""
     """"mean" if a site's row is the mean of the positions asked for, which end with its own."""
+    stored: str = ""
+    """Form of small rows, a key of `small_rows.FORMS`; "" if rows are of `dtype`."""
     made: Making | None = None
     """Content of the rows where they are of a making in `KEPT`, in the metadata by the name of its
     field; else None."""
@@ -130,6 +136,8 @@ class Record:
         values["heads"] = json.dumps(self.heads)
         if not self.heads:
             del values["heads"]  # most captures have none
+        if not self.stored:
+            del values["stored"]
         del values["made"]
         if self.made is not None:
             values[_key(type(self.made))] = json.dumps(msgspec.structs.asdict(self.made))
@@ -169,6 +177,8 @@ class Record:
                     fields[name] = kind(text)
             if fields["dtype"] not in _DTYPE_NAMES:
                 raise ValueError(f"unknown dtype {fields['dtype'][:20]!r}")
+            if fields.get("stored", "") not in ("", *FORMS):
+                raise ValueError(f"unknown form of rows {fields['stored'][:20]!r}")
             if len(fields.get("heads") or fields["sites"]) != len(fields["sites"]):
                 raise ValueError("heads of other sites")
             for kind in KEPT:
@@ -182,7 +192,7 @@ class Record:
         return cls(**fields)
 
 
-_LATER = ("given_id", "metadata", "heads", "reduce", "made")
+_LATER = ("given_id", "metadata", "heads", "reduce", "stored", "made")
 """Fields that files written by earlier versions lack."""
 
 

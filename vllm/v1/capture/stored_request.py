@@ -27,6 +27,7 @@ from vllm.v1.capture.file_format import (
     tensor_name,
 )
 from vllm.v1.capture.results import CapturedRows
+from vllm.v1.capture.small_rows import FORMS, SCALE
 from vllm.v1.interventions.makings import Attention, Features
 from vllm.v1.interventions.plan import Site, dtype_of
 
@@ -130,7 +131,8 @@ class StoredRequest:
         return self._header(path).record()
 
     def rows(self, point: str, layer: int) -> CapturedRows:
-        """Return the rows of one site, memory-mapped where the file is local.
+        """Return the rows of one site, memory-mapped where the file is local; small ones as
+        float32.
 
         Raises:
             KeyError: the request did not capture that site, or captured attention or features.
@@ -194,6 +196,10 @@ class StoredRequest:
         if self.layout == "packed" and STACKED in header.tensors:
             stacked = (record.rows, len(self.sites), record.width)
             values = self._tensor(header, STACKED, dtype, stacked)[:, self.sites.index(site)]
+        elif record.stored:
+            form, name = FORMS[record.stored], tensor_name(site)
+            scales = self._tensor(header, name + SCALE, torch.float32, (record.rows,))
+            values = form.unpack(self._tensor(header, name, form.codes, shape), scales)
         else:
             values = self._tensor(header, tensor_name(site), dtype, shape)
         positions, token_ids, versions = (

@@ -6,6 +6,7 @@ import sys
 import typing
 
 from vllm.entrypoints.cli.types import CLISubcommand
+from vllm.v1.capture.small_rows import StoreDtype
 
 if typing.TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -89,8 +90,9 @@ def add_options(options: argparse._ArgumentGroup) -> None:
     option("--split", help="Of a folder with several.")
     option(
         "--store-dtype",
-        choices=["float32"],
-        help="Store float32 in place of the model's dtype: safetensors' numpy has no bfloat16.",
+        choices=typing.get_args(StoreDtype),
+        help="Store float32 in place of the model's dtype, since safetensors' numpy has no "
+        "bfloat16; or a byte a value, with a scale for each row: int8 or float8.",
     )
     option(
         "--skip-refused",

@@ -42,6 +42,7 @@ from vllm.v1.capture.file_format import (
     Record,
     tensor_name,
 )
+from vllm.v1.capture.small_rows import FORMS, SCALE, SMALL_DTYPES, SmallRows
 from vllm.v1.interventions.errors import (
     refuse_unknown_keys,
     reject,
@@ -62,7 +63,7 @@ LOCK = ".lock"
 """Suffix that upstream's reader appends to a file's path to find a lock, which is free from the
 start."""
 
-_FIELDS = ("request_id", "tag", "layout", "metadata")
+_FIELDS = ("request_id", "tag", "layout", "metadata", "dtype")
 
 
 class FilesystemConsumer(CaptureConsumer):
@@ -78,6 +79,7 @@ class FilesystemConsumer(CaptureConsumer):
         on_collision: str = "error",
         shard_max_bytes: int | str = 256 << 20,
         flush_seconds: float | str = 0.2,
+        dtype: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Check the options and open the store; nothing is written yet.
@@ -92,6 +94,8 @@ class FilesystemConsumer(CaptureConsumer):
                 "suffix": published under the name with `--` and a random end.
             shard_max_bytes: a shard is closed when it has that many bytes.
             flush_seconds: a shard is closed that many seconds after its first request.
+            dtype: what rows are stored as by requests that do not choose: "int8" or "float8", with
+                a scale for each row; None for the model's dtype.
             storage_options: keywords of the fsspec file system.
 
         Raises:
@@ -103,6 +107,7 @@ class FilesystemConsumer(CaptureConsumer):
         self._on_collision: OnCollision = _one_of("on_collision", on_collision, ON_COLLISION)
         self._shard_max_bytes = int(_number("shard_max_bytes", shard_max_bytes, 1, 1 << 40))
         self._flush_seconds = _number("flush_seconds", flush_seconds, 0, 3600)
+        self._dtype = None if dtype is None else _one_of("dtype", dtype, SMALL_DTYPES)
         if not isinstance(storage_options, Mapping | None):
             raise ValueError(
                 f"storage_options: must be a dict, got {type(storage_options).__name__}"
@@ -123,7 +128,8 @@ class FilesystemConsumer(CaptureConsumer):
 
     @classmethod
     def check_request(cls, fields: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Check the fields `request_id`, `tag`, `layout` and `metadata`, each of which may be None.
+        """Check the fields `request_id`, `tag`, `layout`, `metadata` and `dtype`, each of which may
+        be None.
 
         Returns:
             The fields that are not None.
@@ -142,6 +148,12 @@ class FilesystemConsumer(CaptureConsumer):
             reject(
                 f"{path}.layout",
                 f"unknown layout {show(given['layout'])}; layouts are {', '.join(LAYOUTS)}",
+            )
+        if "dtype" in given and given["dtype"] not in SMALL_DTYPES:
+            reject(
+                f"{path}.dtype",
+                f"rows are stored as {', '.join(SMALL_DTYPES)}, not as {show(given['dtype'])}; "
+                "leave it out for the model's dtype",
             )
         if "metadata" in given:
             given["metadata"] = _need_json(given["metadata"], f"{path}.metadata")
@@ -174,6 +186,12 @@ class FilesystemConsumer(CaptureConsumer):
         """Return the layout that the request chose, or the consumer's."""
         return request.fields.get("layout", self._layout)
 
+    def stored_as(self, request: RequestInfo) -> str:
+        """Return the form of small rows that the request chose, or the consumer's; "" for rows as
+        they are: of the layout ehs, whose readers know no other, and of what is made of rows."""
+        plain = self.layout_of(request) == "ehs" or request.projected or request.made is not None
+        return "" if plain else request.fields.get("dtype", self._dtype) or ""
+
     def publication(
         self, request: RequestInfo, batches: Sequence[RowBatch], end: RequestEnd, error: str | None
     ) -> Publication:
@@ -183,7 +201,7 @@ class FilesystemConsumer(CaptureConsumer):
             error: why rows that were asked for are absent; None if all are there.
         """
         assert self._context is not None
-        fields = request.fields
+        fields, stored = request.fields, self.stored_as(request)
         name = names.name_of(fields.get("request_id") or request.request_id)
         if request.num_samples > 1 or request.prompt is not None:
             name = names.completion_name(name, request.prompt or 0, request.sample)
@@ -212,9 +230,11 @@ class FilesystemConsumer(CaptureConsumer):
             metadata=fields.get("metadata", {}),
             heads=request.heads,
             reduce=request.reduce,
+            stored=stored,
             made=request.made,
         )
-        return Publication(record, _tensors(request, batches), named="request_id" in fields)
+        tensors = _tensors(request, batches, FORMS.get(stored))
+        return Publication(record, tensors, named="request_id" in fields)
 
     def publish(
         self, publication: Publication, layout: FileLayout
@@ -315,7 +335,9 @@ class _Session(CaptureSession):
         return payload
 
 
-def _tensors(request: RequestInfo, batches: Sequence[RowBatch]) -> dict[str, Pieces]:
+def _tensors(
+    request: RequestInfo, batches: Sequence[RowBatch], form: SmallRows | None
+) -> dict[str, Pieces]:
     """Put the rows of all batches together by tensor; large batches stay pieces of their own."""
     tensors: dict[str, Pieces] = {}
     for name in LABELS:
@@ -328,6 +350,12 @@ def _tensors(request: RequestInfo, batches: Sequence[RowBatch]) -> dict[str, Pie
             tensors[tensor_name(site)] = [values.contiguous() for values in rows]
         else:
             tensors[tensor_name(site)] = [torch.cat([empty, *rows])]
+    if form is not None:
+        for name in map(tensor_name, request.sites):
+            packed = list(map(form.pack, tensors[name]))
+            tensors[name] = [codes for codes, _ in packed]
+            tensors[name + SCALE] = [scales for _, scales in packed]
+        tensors |= {name: [table] for name, table in form.shared().items()}
     return tensors
 
 

@@ -17,6 +17,7 @@ from vllm.v1.capture.file_format import (
     encode,
     tensor_name,
 )
+from vllm.v1.capture.small_rows import FORMS, SCALE
 
 OnCollision = Literal["error", "overwrite", "suffix"]
 ON_COLLISION: tuple[OnCollision, ...] = get_args(OnCollision)
@@ -38,7 +39,7 @@ class Publication:
 
     record: Record
     tensors: dict[str, Pieces]
-    """The three tensors of `LABELS`, and one for each site."""
+    """The three tensors of `LABELS`, one for each site, and what small rows have beside that."""
     named: bool
     """True if the client chose the name; else it is unique by itself."""
 
@@ -69,12 +70,13 @@ class Publication:
 
     def per_file(self) -> dict[str, list[Any]]:
         """Encode each site as a file of its own, by file name; each has the tensors of `LABELS`."""
-        labels = {name: self.tensors[name] for name in LABELS}
+        shared = {n: t for n, t in self.tensors.items() if n in LABELS or n in FORMS}
         files = {}
         for site in self.record.sites:
             name = tensor_name(site)
             metadata = self.record.to_strings() | {"point": site[0], "layer": str(site[1])}
-            files[name + SUFFIX] = encode(labels | {name: self.tensors[name]}, metadata)
+            own = {n: self.tensors[n] for n in (name, name + SCALE) if n in self.tensors}
+            files[name + SUFFIX] = encode(shared | own, metadata)
         return files
 
     def result(self, layout: FileLayout, paths: list[str]) -> dict[str, Any]:

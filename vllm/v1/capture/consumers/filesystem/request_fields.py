@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.v1.capture.file_format import FileLayout
+from vllm.v1.capture.small_rows import SmallDtype
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,6 +39,8 @@ class FilesystemCaptureRequest(Mapping[str, Any]):
     """"mean" publishes the mean of the rows in their place."""
     layout: FileLayout | None = None
     """Layout of the request; None for the consumer's."""
+    dtype: SmallDtype | None = None
+    """Form of small rows; None for the consumer's, or the model's dtype."""
     metadata: Mapping[str, Any] | None = None
     """A small JSON object that is kept with the rows: labels, ids of a data set."""
 
