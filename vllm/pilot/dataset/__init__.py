@@ -20,23 +20,41 @@ writer.py        their rows into shards
 shard_store.py   the shards, and which examples lack
 capturing.py     all of it, in this process
 on_ray.py        all of it, on a cluster
+feeding.py       rows for a trainer in another process, which no disk has
+trainer/         that trainer's side, which needs no vLLM
 activations.py   reads what was written
 """
 
 from vllm.pilot.dataset.activations import Activations, Rows
 from vllm.pilot.dataset.capturing import capture
 from vllm.pilot.dataset.examples import DataFile, Example
+from vllm.pilot.dataset.feeding import feed
 from vllm.pilot.dataset.on_ray import capture_on_ray
 from vllm.pilot.dataset.size import Estimate
+from vllm.pilot.dataset.trainer import (
+    Batch,
+    Stream,
+    StreamError,
+    for_dictionary_learning,
+    for_sae_lens,
+    stream,
+)
 from vllm.pilot.records import DatasetError
 
 __all__ = [
     "Activations",
+    "Batch",
     "DataFile",
     "DatasetError",
     "Estimate",
     "Example",
     "Rows",
+    "Stream",
+    "StreamError",
     "capture",
     "capture_on_ray",
+    "feed",
+    "for_dictionary_learning",
+    "for_sae_lens",
+    "stream",
 ]
