@@ -316,7 +316,7 @@ AREAS = (
     ),
     Area(
         "toolkit",
-        budget=3700,  # data sets that load no more than they capture, and store small rows
+        budget=3982,  # data sets that load no more than they capture, and store small rows
         planned=3100,
         places=(
             "vllm/entrypoints/cli/capture/",
