@@ -337,8 +337,16 @@ AREAS = (
         core=False,
     ),
     Area(
+        # Edits by gradients, and their command; house-2 knows nothing of them.
+        "learning",
+        budget=700,
+        planned=0,
+        places=("vllm/entrypoints/cli/steering/learn.py", "vllm/pilot/learn/"),
+        core=False,
+    ),
+    Area(
         "commands",  # its plan knows nothing of vectors in other tools' files
-        budget=1212,  # what is within branches, listed; ends of commands that probes share
+        budget=1224,  # what is within branches; ends of commands that probes share; learning
         planned=1050,
         places=("vllm/entrypoints/cli/steering/",),
         core=False,

@@ -30,6 +30,7 @@ from tests.errors.files import FILES
 from tests.errors.filesystem import FILESYSTEM
 from tests.errors.focus import FOCUS
 from tests.errors.http import HTTP
+from tests.errors.learning import LEARNING
 from tests.errors.lens import LENS
 from tests.errors.lenses import LENSES
 from tests.errors.page import MESSAGES, PATTERNS
@@ -241,18 +242,8 @@ OTHERS = [
     Case({"output": "0", "given": "1"}, do=lambda: stack([captured(0)], "post_block", [0], 1)),
 ]
 
-CASES = (
-    REQUESTS
-    + ATTENTION
-    + OTHERS
-    + STEERING
-    + STEERING_CALLS
-    + FILES
-    + CONSUMERS
-    + PROJECT
-    + EARLY_STOP
-)
-CASES += FEATURES + PROBES
+CASES = REQUESTS + ATTENTION + OTHERS + STEERING + STEERING_CALLS + FILES + CONSUMERS + PROJECT
+CASES += FEATURES + LEARNING + PROBES + EARLY_STOP
 CASES += FILESYSTEM + LENS + TOOLKIT + FOCUS + LENSES + DATASETS + SWEEPS + EASYSTEER + ANALYZERS
 CASES += RULES + CONVERTING + HOTWIRE + INTERP
 

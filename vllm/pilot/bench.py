@@ -88,11 +88,9 @@ class Reply:
     """The result of each of the request's rules, by name."""
 
 
-class Bench(Protocol):
-    """Interface to a model, as experiments need it."""
+class Coder(Protocol):
+    """A model's layers and its tokenizer, which an engine and a checkpoint both have."""
 
-    name: str
-    hidden: int
     layers: dict[int, tuple[str, ...]]
     """Layer -> the points at which it can be steered."""
 
@@ -103,6 +101,13 @@ class Bench(Protocol):
             special: whether special tokens go around a text; a chat has those of its template.
             answer: whether a chat ends with what comes before an answer.
         """
+
+
+class Bench(Coder, Protocol):
+    """Interface to a model, as experiments need it."""
+
+    name: str
+    hidden: int
 
     def ask(self, prompts: Sequence[Sequence[int]], fields: Sequence[Fields]) -> list[Reply]:
         """Answer prompts, each with its own fields, in one batch.
@@ -124,13 +129,8 @@ class EngineBench:
         self.layers = llm.steering.layers()
 
     def encode(self, text: Text, special: bool = True, answer: bool = False) -> list[int]:
-        """Return the tokens of a text, or of a chat; see `Bench.encode`."""
-        if isinstance(text, str):
-            return list(self.tokenizer.encode(text, add_special_tokens=special))
-        whole = self.tokenizer.apply_chat_template(
-            list(map(dict, text)), tokenize=False, add_generation_prompt=answer
-        )
-        return list(self.tokenizer.encode(str(whole), add_special_tokens=False))
+        """Return the tokens of a text, or of a chat; see `Coder.encode`."""
+        return encode_with(self.tokenizer, text, special, answer)
 
     def ask(self, prompts: Sequence[Sequence[int]], fields: Sequence[Fields]) -> list[Reply]:
         """Answer prompts in one `generate` call; see `Bench.ask`."""
@@ -174,7 +174,7 @@ class ServerBench:
         }
 
     def encode(self, text: Text, special: bool = True, answer: bool = False) -> list[int]:
-        """Return the tokens of a text, or of a chat; see `Bench.encode`."""
+        """Return the tokens of a text, or of a chat; see `Coder.encode`."""
         body: dict[str, Any] = {"prompt": text, "add_special_tokens": special}
         if not isinstance(text, str):
             messages = list(map(dict, text))
@@ -210,6 +210,16 @@ class ServerBench:
             next((rows.tokens for rows in choice.rows.values()), ()),
             {name: RuleResult(**result) for name, result in choice.rules.items() if result},
         )
+
+
+def encode_with(tokenizer: Any, text: Text, special: bool, answer: bool) -> list[int]:
+    """The tokens of a text or a chat, by a tokenizer of transformers; see `Coder.encode`."""
+    if isinstance(text, str):
+        return list(tokenizer.encode(text, add_special_tokens=special))
+    whole = tokenizer.apply_chat_template(
+        list(map(dict, text)), tokenize=False, add_generation_prompt=answer
+    )
+    return list(tokenizer.encode(str(whole), add_special_tokens=False))
 
 
 def bench_of(llm: "LLM | Bench | str") -> Bench:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from vllm.pilot.bench import Bench, LateBar, bench_of
+from vllm.pilot.bench import Bench, Coder, LateBar, bench_of
 from vllm.pilot.pairs import Example, Pairs, Text
 from vllm.pilot.row_checks import need_finite
 
@@ -36,7 +36,7 @@ class Encoded:
     """Index of the first token of the text, which follows the prompt."""
 
 
-def encode(bench: Bench, example: Example) -> Encoded:
+def encode(bench: Coder, example: Example) -> Encoded:
     """The tokens of an example: those of the prompt, then those of the text.
 
     The two are cut apart, as a model that is given the prompt and writes the text cuts them.
@@ -54,7 +54,7 @@ def encode(bench: Bench, example: Example) -> Encoded:
     else:
         raise ValueError(f"{example.where}: a text after a prompt is a text, not messages")
     if len(made.ids) == made.start:
-        raise ValueError(f"{example.where}: the text has no tokens")
+        raise ValueError(f"{example.where}: the text has no tokens; give one")
     return made
 
 
@@ -128,7 +128,7 @@ def need_read(read: Read) -> None:
 
 
 def need_layers(
-    bench: Bench, layers: int | Sequence[int] | Literal["all"], point: str
+    bench: Coder, layers: int | Sequence[int] | Literal["all"], point: str
 ) -> list[int]:
     """The layers by number, counted from the end where negative.
 

@@ -9,6 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+from vllm.entrypoints.cli.steering.learn import (
+    METHODS,
+    add_learn_options,
+    learn_edit,
+    need_options_of_method,
+)
 from vllm.pilot.directions import Method
 
 COULD_NOT_RUN, NO_BETTER = 2, 3
@@ -38,9 +44,11 @@ def add_options(options: argparse._ArgumentGroup) -> None:
     )
     option(
         "--method",
-        choices=get_args(Method),
+        choices=(*get_args(Method), *METHODS),
         default="mean",
-        help="How a direction is made of the rows. Default: mean, half the difference of means.",
+        help="How a direction is made of the rows; or what is learned by gradients, in "
+        "transformers on the same checkpoint: gradient and bipo a vector, reft a change of low "
+        "rank, reft-r1 one direction. Default: mean, half the difference of means.",
     )
     option(
         "--read",
@@ -117,9 +125,23 @@ def add_options(options: argparse._ArgumentGroup) -> None:
         metavar="GIB",
         help="GiB for rows; up to 0.16 come on top. Default: 4.",
     )
+    add_learn_options(option)
 
 
 def train_vector(args: argparse.Namespace) -> int:
+    """Find or learn what steers, by the method; return the exit status."""
+    try:
+        need_options_of_method(args)
+        if args.method in METHODS:
+            held, said, folder = learn_edit(args)
+            print(f"{said}\n{folder}: {', '.join(sorted(os.listdir(folder)))}", flush=True)
+            return 0 if held else NO_BETTER
+    except expected_errors() as error:
+        return could_not_run(error, None, None)
+    return _find_vector(args)
+
+
+def _find_vector(args: argparse.Namespace) -> int:
     """Find a vector and write its folder; return the exit status."""
     from vllm.pilot.pairs import Pairs, read_texts
     from vllm.pilot.report import need_folder, save_trained, verdict
