@@ -339,7 +339,7 @@ AREAS = (
     Area(
         # Edits by gradients, and their command; house-2 knows nothing of them.
         "learning",
-        budget=700,
+        budget=870,
         planned=0,
         places=("vllm/entrypoints/cli/steering/learn.py", "vllm/pilot/learn/"),
         core=False,

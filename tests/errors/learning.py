@@ -5,18 +5,28 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import nn
 
-from tests.errors.case import Case
+from tests.errors.case import Case, path
 from vllm.entrypoints.cli.steering.learn import need_options_of_method
-from vllm.pilot.learn import LearnSettings, TorchModel, learn
+from vllm.pilot.learn import (
+    Attribution,
+    LearnSettings,
+    TorchModel,
+    attribute,
+    highlight,
+    learn,
+)
 from vllm.pilot.learn.model import need_differentiable
 from vllm.pilot.pairs import Example, Pairs
+from vllm.pilot.patching import PatchSweep
 
 POSITIVE, NEGATIVE = ([Example(t, str(i), where=t) for i in range(20)] for t in "pn")
 PROMPTED = Pairs(POSITIVE, NEGATIVE)
@@ -78,6 +88,26 @@ def options(**given: Any) -> Callable[[], object]:
     return lambda: need_options_of_method(Namespace(**{**dict.fromkeys(names), **given}))
 
 
+def attributing(**asked: Any) -> Callable[[], object]:
+    fields = {"prompt": [1, 2], "clean": [1, 1], "answer": 1, **asked}
+    return lambda: attribute(model(text=2), **fields)
+
+
+def read_by(is_fast: bool) -> TorchModel:
+    """The tiny model with a tokenizer whose texts are one token each."""
+    made = model()
+
+    def call(*_: Any, **__: Any) -> Any:
+        return {"input_ids": [1], "offset_mapping": [(0, 1)]}
+
+    made.tokenizer = type("Tokenizer", (), {"is_fast": is_fast, "__call__": call})()
+    return made
+
+
+ESTIMATE = Attribution("diff", ["post_block"], [0], ["a"], np.zeros((1, 1, 1)), 0.0, 0.0, None)
+OTHER = PatchSweep(
+    "diff", ["post_block"], [1], [0], None, None, None, np.ones((1, 1, 1)), None, 0.0, None
+)
 QUANTISED = SimpleNamespace(quantization_config={"quant_method": "gptq"})
 
 LEARNING = [
@@ -105,4 +135,13 @@ LEARNING = [
         {"given": "'post_attn'", "layer": "0", "last": "0"},
         do=lambda: model().log_probs([[1]], {("post_attn", 0): lambda stream, real: stream}),
     ),
+    Case({"given": "'z'", "allowed": "pre_attn or post_block"}, do=attributing(points=["z"])),
+    Case({"given": "1", "allowed": "2"}, do=attributing(clean=[1])),
+    Case({"given": "0"}, do=attributing(steps=0)),
+    Case(path("answer", "'no'", count="2"), do=attributing(answer="no")),
+    Case({"points": "['post_block']", "layers": "[0]"}, do=lambda: ESTIMATE.correlation(OTHER)),
+    Case({}, do=lambda: ESTIMATE.correlation(replace(OTHER, layers=[0]))),
+    Case({"given": "2, 0.5"}, do=lambda: highlight(model(), "?", share=2)),
+    Case({}, do=lambda: highlight(read_by(is_fast=False), "?")),
+    Case(path("affirmation"), do=lambda: highlight(read_by(is_fast=True), "?", affirmation="")),
 ]

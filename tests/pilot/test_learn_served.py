@@ -14,7 +14,9 @@ import torch
 from tests.pilot.test_train_command import run, save
 from tests.support.letters import letter_pairs
 from tests.support.spelled import spell
-from vllm.pilot.learn import TorchModel, learn, save_learned
+from vllm.pilot import patch_sweep
+from vllm.pilot.learn import TorchModel, attribute, highlight, learn, save_learned
+from vllm.pilot.learn.highlighting import EMBEDDING, scaled
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -77,8 +79,9 @@ def trained(model: TorchModel, edits: Any) -> tuple[dict[int, torch.Tensor], lis
         return change
 
     ids = model.encode(TEXT)
+    changes = {**edits, **{("post_block", i): keep(i) for i in range(4)}}
     with torch.no_grad():
-        table = model.log_probs([ids], {("post_block", i): keep(i) for i in range(4)})[0]
+        table = model.log_probs([ids], changes)[0]
     return rows, [float(table[i, token]) for i, token in enumerate(ids[1:])]
 
 
@@ -111,8 +114,34 @@ def test_served_is_what_was_learned(
         edit.strength *= 2
     assert apart(twice, trained(model, learned.edits)) < CLOSE
     assert apart(twice, theirs) > 100 * CLOSE
-    # What is learned of the positive completions' odds is so in the engine.
     assert 'steering_modules": [["made", 1.0]]' in (tmp_path / "made" / "README.md").read_text()
+
+
+def test_soft_removal_is_served(model: TorchModel, llm: LLM) -> None:
+    """Tokens that are highlighted are scaled at the embedding, by rows and log-probabilities."""
+    found = highlight(model, TEXT, factor=0.3)
+    assert 0 < len(found.chosen) < len(TEXT)
+    ours = served(llm, steering=found.operations())
+    assert apart(ours, trained(model, {EMBEDDING: scaled(found.chosen, 0.3)})) < CLOSE
+    # The twins: another factor, and other tokens.
+    assert apart(ours, trained(model, {EMBEDDING: scaled(found.chosen, 0.5)})) > 100 * CLOSE
+    others = [at for at in found.counted if at not in found.chosen][: len(found.chosen)]
+    assert apart(ours, trained(model, {EMBEDDING: scaled(others, 0.3)})) > 100 * CLOSE
+
+
+def test_estimates_beside_a_sweep(model: TorchModel, llm: LLM, tmp_path: Path) -> None:
+    """At the last row of the last layer integrated gradients are what the engine's patch does."""
+    asked: dict[str, Any] = {"answer": "Y", "other": "q"}
+    sweep = patch_sweep(llm, "abcdefgh", "abXdefgh", **asked)
+    found = attribute(model, "abcdefgh", "abXdefgh", steps=64, **asked)
+    assert sweep.clean == pytest.approx(found.clean, abs=CLOSE)
+    assert sweep.corrupt == pytest.approx(found.corrupt, abs=CLOSE)
+    changes = sweep.values - sweep.corrupt
+    assert found.values[0, 3, 7] == pytest.approx(changes[0, 3, 7], abs=CLOSE)
+    assert abs(found.values[0, 2, 7] - changes[0, 3, 7]) > 100 * CLOSE
+    assert -1.0 <= found.correlation(sweep) <= 1.0
+    found.draw(tmp_path / "beside.svg", sweep)
+    assert (tmp_path / "beside.svg").stat().st_size > 10_000
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

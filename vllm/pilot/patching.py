@@ -16,7 +16,7 @@ import numpy as np
 from vllm.entrypoints.serve.steering.client import SteeringClient
 from vllm.entrypoints.serve.steering.sweep_plan import Grid, SweepPlan
 from vllm.entrypoints.serve.steering.sweep_request import parse_sweep
-from vllm.pilot.bench import EngineBench, LateBar
+from vllm.pilot.bench import Coder, EngineBench, LateBar
 from vllm.pilot.picture import place_map, subplots
 from vllm.v1.capture.figures import save_figure
 
@@ -160,7 +160,7 @@ def patch_sweep(
 
 def _here(llm: "LLM", prompt: Prompt, given: Mapping[str, Any]) -> PatchSweep:
     bench = EngineBench(llm)
-    ids, clean = (_encoded(bench, text) for text in (prompt, given.get("clean")))
+    ids, clean = (encoded(bench, text) for text in (prompt, given.get("clean")))
     assert ids is not None
     config = llm.llm_engine.vllm_config
     plan = parse_sweep({"prompt": prompt, **given}, ids, clean, config, bench.tokenizer)
@@ -182,8 +182,8 @@ def _here(llm: "LLM", prompt: Prompt, given: Mapping[str, Any]) -> PatchSweep:
     return _read({**grid.head(), "grid": grid.table()})
 
 
-def _encoded(bench: EngineBench, prompt: Prompt | None) -> list[int] | None:
-    """The tokens of a prompt; None of None."""
+def encoded(bench: Coder, prompt: Prompt | None) -> list[int] | None:
+    """Return the tokens of a prompt; None of None."""
     if prompt is None or isinstance(prompt, str):
         return None if prompt is None else bench.encode(prompt)
     ids = [entry for entry in prompt if isinstance(entry, int)]

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from vllm.pilot.learn.edits import Added, Edit, LoReft, ReftR1
-from vllm.pilot.learn.model import Site, TorchModel
+from vllm.pilot.learn.model import Change, Site, TorchModel
 from vllm.pilot.pairs import Pairs
 from vllm.pilot.rows import Encoded, encode
 
@@ -33,7 +33,7 @@ Loss = Callable[[TorchModel, Edits, Sequence[Case], random.Random], torch.Tensor
 
 
 def completion_nats(
-    model: TorchModel, texts: Sequence[Encoded], edits: Edits | None = None
+    model: TorchModel, texts: Sequence[Encoded], edits: Mapping[Site, Change] | None = None
 ) -> torch.Tensor:
     """Sum log P over the tokens of texts after their prompts, in nats, [texts]."""
     table = model.log_probs([one.ids for one in texts], edits)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning on SmolLM2: what the examples make holds and is served; estimates beside a sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples import learned_steering, token_highlighter
+from tests.support.real import model_folder
+
+pytestmark = pytest.mark.long
+
+
+def test_four_methods_are_learned_and_served(tmp_path: Path) -> None:
+    model = str(model_folder())
+    found = learned_steering.make(model, tmp_path)
+    assert {method for method, made in found.items() if made.evidence.held} >= {
+        "gradient",
+        "bipo",
+        "reft",
+    }
+    answers = learned_steering.serve(model, tmp_path)
+    for method in ("gradient", "bipo", "reft"):
+        assert answers[method] != answers["plain"]
+
+
+def test_highlighted_tokens(tmp_path: Path) -> None:
+    model = str(model_folder())
+    found = token_highlighter.find(model, tmp_path)
+    assert (tmp_path / "tokens.png").is_file()
+    plain, removed = found.affirmation
+    assert removed < plain - 1.0
+    answers = token_highlighter.answer(model, found)
+    assert answers["plain"] != answers["removed"]
+
+
+def test_estimates_beside_the_sweep(tmp_path: Path) -> None:
+    """One gradient and the exact patches, of a capital; integrated gradients are nearer."""
+    from tests.conformance.engine import engine
+    from vllm.pilot import patch_sweep
+    from vllm.pilot.learn import TorchModel, attribute
+
+    model = model_folder()
+    clean, prompt = "The capital of France is", "The capital of Italy is"
+    with engine(
+        model,
+        skip_tokenizer_init=False,
+        enable_steering=True,
+        steering_families=["replace"],
+        capture_consumers=["inline"],
+        kv_cache_memory_bytes=1 << 28,
+        max_num_seqs=64,
+    ) as llm:
+        sweep = patch_sweep(llm, prompt, clean, answer=" Paris", other=" Rome")
+    loaded = TorchModel.load(str(model))
+    correlations = []
+    for steps in (None, 8):
+        found = attribute(loaded, prompt, clean, answer=" Paris", other=" Rome", steps=steps)
+        assert found.corrupt == pytest.approx(sweep.corrupt, abs=1e-3)
+        correlations.append(found.correlation(sweep))
+        found.draw(tmp_path / f"beside-{steps}.png", sweep)
+        print(f"steps {steps}: correlation {correlations[-1]:.3f} of {found.values.size} cells")
+    assert correlations[0] > 0.3 and correlations[1] > 0.6
