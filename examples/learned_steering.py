@@ -5,15 +5,17 @@
 
 On pairs of glad and gloomy answers, `vllm.pilot.learn` trains a vector by likelihood, another one
 by preference (BiPO), LoReFT and ReFT-r1, in transformers. What held is saved as modules, which the
-engine serves: it answers questions that no pair has, plain and with each.
+engine serves: it answers questions that no pair has, plain and with each, beside a prompt and CAA,
+and a judge of words compares them.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from vllm import LLM, SamplingParams
-from vllm.pilot import Pairs
+from vllm import LLM
+from vllm.pilot import Pairs, mean_difference, read_rows
+from vllm.pilot.comparing import Comparison, Concept, Way, compare, save_comparison
 from vllm.pilot.learn import Learned, TorchModel, learn, save_learned
 
 THINGS = ["concert", "holiday", "film", "dinner", "meeting", "party", "journey", "lesson"]
@@ -22,7 +24,12 @@ GLAD = ["It was wonderful, I loved every minute!", "I am so happy, the {} was a 
         "What a lovely {}, we laughed a lot!"]  # fmt: skip
 GLOOMY = ["It was terrible, I hated every minute.", "I am so sad, the {} was a misery.",
           "What an awful {}, we cried a lot."]  # fmt: skip
-QUESTIONS = ["How was your weekend?", "What is November like?", "Who is your neighbour?"]
+UNSEEN = ["weekend", "weather", "match", "interview", "dance", "flight", "exam", "walk", "play",
+          "ride", "swim", "talk"]  # fmt: skip
+GLAD_WORDS = ["wonderful", "loved", "happy", "joy", "lovely", "laughed", "great", "beautiful",
+              "fun", "good", "enjoyed", "best", "fantastic", "amazing", "love"]  # fmt: skip
+GLOOMY_WORDS = ["terrible", "hated", "sad", "misery", "awful", "cried", "bad", "worst",
+                "boring", "tired", "disaster", "disappointing", "not"]  # fmt: skip
 FORM = "Question: {}\nAnswer:"
 METHODS = ("gradient", "bipo", "reft", "reft-r1")
 LAYER = 15
@@ -53,35 +60,55 @@ def make(model: str, folder: Path) -> dict[str, Learned]:
     return found
 
 
-def serve(model: str, folder: Path) -> dict[str, list[str]]:
-    """Answer questions plain and with each module; return the answers by module."""
+def judge(concept: str, instruction: str, text: str) -> tuple[float, float, float]:
+    """Grade an answer by its words: 2 for words of the concept and none of its opposite, 2 where
+    it names what was asked for, and how few words are said again."""
+    words = [word.strip(".,!?'\"").lower() for word in text.split()]
+    glad = any(word in GLAD_WORDS for word in words)
+    gloomy = any(word in GLOOMY_WORDS for word in words)
+    named = instruction.split()[-2].strip("?").lower() in words
+    fluent = 2 * len(set(words)) / len(words) if words else 0.0
+    return 2.0 if glad and not gloomy else 0.0, 2.0 if named else 1.0, fluent
+
+
+def serve(model: str, folder: Path) -> Comparison:
+    """Compare the modules with a prompt, CAA and a feature of it, on questions that no pair has."""
     llm = LLM(
         model=model,
+        dtype="float32",
         max_model_len=512,
+        enforce_eager=True,
         enable_steering=True,
-        steering_families=["add", "low_rank"],
+        steering_families=["add", "low_rank", "feature"],
         capture_consumers=["inline"],
     )
-    asked = [FORM.format(text) for text in QUESTIONS]
-    found = {}
-    for method in ("plain", *METHODS):
+    rows = read_rows(llm, Pairs.read_file(folder / "pairs.jsonl"), [LAYER])
+    caa = mean_difference(*rows)[0]
+    llm.steering.register_module("caa", {"vectors": {"post_block": {LAYER: caa}}})
+    ways = [Way("prompt", system="Answer very gladly: all is lovely."), Way("caa", module="caa")]
+    unit = (caa / caa.norm()).tolist()
+    feature = {"op": "feature", "point": "post_block", "layers": [LAYER], "encoder": unit}
+    feature |= {"decoder": unit, "add": float(caa.norm())}
+    ways.append(Way("feature", op=feature))
+    for method in METHODS:
         file = folder / method / f"{method}.safetensors"
-        if method != "plain" and not file.is_file():
-            continue
-        if method != "plain":
+        if file.is_file():
             llm.steering.register_module(method, str(file))
-        named = [] if method == "plain" else [method]
-        params = SamplingParams(temperature=0.0, max_tokens=24, steering_modules=named)
-        outputs = llm.generate(asked, params, use_tqdm=False)
-        found[method] = [output.outputs[0].text for output in outputs]
-        for text in found[method]:
-            print(f"{method}: {text!r}")
+            ways.append(Way(method, module=method))
+    questions = [FORM.format(f"How was the {thing} yesterday?") for thing in UNSEEN]
+    asked = [Concept("joy", ways)]
+    found = compare(llm, asked, questions, judge, factors=(0.5, 1.0, 1.5), max_tokens=16)
     llm.llm_engine.engine_core.shutdown()
+    save_comparison(found, folder)
+    for way in ("plain", *(way.name for way in ways)):
+        told = [one for one in found.written if one["way"] == way and one["reported"]]
+        print(way, told[0]["text"])
+    print(found)
     return found
 
 
 def main(model: str, folder: Path) -> None:
-    """Learn, and serve."""
+    """Learn, serve and compare."""
     make(model, folder)
     serve(model, folder)
 

@@ -338,15 +338,20 @@ AREAS = (
     ),
     Area(
         # Edits by gradients, and their command; house-2 knows nothing of them.
-        "learning",
-        budget=870,
+        "learning, comparing",
+        budget=1090,
         planned=0,
-        places=("vllm/entrypoints/cli/steering/learn.py", "vllm/pilot/learn/"),
+        places=(
+            "vllm/entrypoints/cli/steering/compare.py",
+            "vllm/entrypoints/cli/steering/learn.py",
+            "vllm/pilot/comparing.py",
+            "vllm/pilot/learn/",
+        ),
         core=False,
     ),
     Area(
         "commands",  # its plan knows nothing of vectors in other tools' files
-        budget=1224,  # what is within branches; ends of commands that probes share; learning
+        budget=1241,  # what is within branches; ends of commands that probes share; learning
         planned=1050,
         places=("vllm/entrypoints/cli/steering/",),
         core=False,

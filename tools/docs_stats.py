@@ -22,6 +22,7 @@ BUDGETS = {
     "docs/datasets.md": 900,
     "docs/design.md": 2900,
     "docs/gpu-quickstart.md": 350,
+    "docs/learning.md": 800,
     "docs/hook-contract-families.md": 1500,
     "docs/hook-contract.md": 1660,
     "docs/http.md": 1250,

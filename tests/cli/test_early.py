@@ -42,9 +42,9 @@ def test_each_verb_has_a_line(command: SteeringSubcommand | CaptureSubcommand) -
 
 def test_before_torch() -> None:
     *lines, torch = run("/usr/bin/vllm", "steering", "--help")
-    usage = "usage: vllm steering {check,convert,points,probe,train} ..."
+    usage = "usage: vllm steering {bench,check,convert,points,probe,train} ..."
     assert (lines[0], torch) == (usage, "False")
-    assert sum(line.startswith("  ") for line in lines) == 5
+    assert sum(line.startswith("  ") for line in lines) == 6
     assert run("vllm", "capture", "-h")[2].startswith("  run  Write activations")
     assert run("vllm", "--version") == [metadata.version("vllm"), "False"]
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ from torch import nn
 
 from tests.errors.case import Case, path
 from vllm.entrypoints.cli.steering.learn import need_options_of_method
+from vllm.pilot.comparing import Concept, compare, read_concepts
 from vllm.pilot.learn import (
     Attribution,
     LearnSettings,
@@ -25,6 +28,7 @@ from vllm.pilot.learn import (
     learn,
 )
 from vllm.pilot.learn.model import need_differentiable
+from vllm.pilot.metrics import named_function
 from vllm.pilot.pairs import Example, Pairs
 from vllm.pilot.patching import PatchSweep
 
@@ -110,7 +114,42 @@ OTHER = PatchSweep(
 )
 QUANTISED = SimpleNamespace(quantization_config={"quant_method": "gptq"})
 
+
+def concepts(text: str) -> Callable[[], object]:
+    """Read a file of that content, which is gone afterwards."""
+
+    def do() -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "a.jsonl").write_text(text)
+            return read_concepts(Path(folder) / "a.jsonl")
+
+    return do
+
+
+def way(given: str) -> Callable[[], object]:
+    return concepts(f'{{"concept": "joy", "ways": {{"a": {given}}}}}')
+
+
+def grading(*grades: float) -> object:
+    reply = SimpleNamespace(text="")
+    bench: Any = SimpleNamespace(
+        encode=lambda text, answer: [1], ask=lambda ids, fields: [reply] * len(ids)
+    )
+    return compare(bench, [Concept("joy", [])], ["a", "b"], lambda *_: grades)
+
+
+COMPARING = [
+    Case({}, do=concepts('{"concept": 1}')),
+    Case({"allowed": "system, module, op"}, do=way('{"file": "a"}')),
+    Case({"allowed": "str"}, do=way('{"module": 1}')),
+    Case({"given": "'add'"}, do=way('{"op": {"op": "feature"}}')),
+    Case({}, do=concepts("")),
+    Case({"given": "1"}, do=lambda: compare("none", [], ["a"], lambda *_: ())),
+    Case({"given": "[3.0]"}, do=lambda: grading(3)),
+    Case({"path": "judge"}, do=lambda: named_function("none", "judge")),
+]
 LEARNING = [
+    *COMPARING,
     Case(
         {"given": "'mean'", "allowed": "gradient, reft, reft-r1, bipo"}, do=settings(method="mean")
     ),

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests import ROOT
 from tests.pilot.test_train_command import run, save
 from tests.support.letters import letter_pairs
 from tests.support.spelled import spell
-from vllm.pilot import patch_sweep
+from vllm.entrypoints.cli.steering import train as command
+from vllm.pilot import EngineBench, patch_sweep
 from vllm.pilot.learn import TorchModel, attribute, highlight, learn, save_learned
 from vllm.pilot.learn.highlighting import EMBEDDING, scaled
 
@@ -154,6 +158,59 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert numbers["held"] and numbers["settings"]["layers"] == [1, 2]
     assert len(numbers["losses"]["choose"]) == 4 and numbers["settings"]["seed"] == 3
     assert numbers["evidence"]["cases"] == 6 and len(numbers["data"]["sha256"]) == 64
+
+
+ENGINE = re.compile(r"^llm = LLM\(\n.*?^\)\n", re.MULTILINE | re.DOTALL)
+JUDGE = """
+def grades(concept, instruction, text):
+    return 2 * any(letter in "XYZ" for letter in text), 2, 1
+"""
+
+
+@pytest.fixture
+def page(
+    llm: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, Path]:
+    """docs/learning.md and its data, in the working directory; commands take the engine."""
+    monkeypatch.setattr(command, "start_bench", lambda _: EngineBench(llm))
+    monkeypatch.setattr(command, "end_bench", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    save(letter_pairs(), tmp_path / "pairs.jsonl")
+    (tmp_path / "judge.py").write_text(JUDGE)
+    (tmp_path / "texts.txt").write_text("abc\nbcd\ncde\ndef\n")
+    return (ROOT / "docs" / "learning.md").read_text(), tmp_path
+
+
+def test_the_pages_program(
+    page: tuple[str, Path], llm: LLM, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", page[0], re.MULTILINE | re.DOTALL)
+    program = "".join(blocks).replace("/path/to/model", str(folder))
+    assert len(blocks) == 3 and len(ENGINE.findall(program)) == 1
+    exec(compile(ENGINE.sub("", program), "learning.md", "exec"), {"llm": llm})
+    said = capsys.readouterr().out
+    assert "held True Learned(" in said and said.count("\ncorrelation ") == 2
+    plain, reft = re.findall(r"^wrote (.*)$", said, re.MULTILINE)
+    assert plain != reft and set(reft) & set("XYZ")
+    assert (page[1] / "estimate.png").is_file() and (page[1] / "tokens.png").is_file()
+
+
+def test_the_pages_commands(page: tuple[str, Path], llm: LLM, folder: Path) -> None:
+    lines = re.findall(r"^    vllm steering (.+)$", page[0], re.MULTILINE)
+    train, bench = (shlex.split(line.replace("MODEL", str(folder), 1)) for line in lines)
+    assert run(*train) == 0
+    llm.steering.register_module("reft", "glad/glad.safetensors")
+    [line] = re.findall(r"^```json\n(.*?)\n```$", page[0], re.MULTILINE | re.DOTALL)
+    entry = json.loads(line)
+    entry["ways"]["feature"]["op"]["vector"] *= 960
+    entry["ways"]["feature"]["op"]["vector"] = entry["ways"]["feature"]["op"]["vector"][:96]
+    (page[1] / "concepts.jsonl").write_text(json.dumps(entry))
+    assert run(*bench) == 0
+    report = json.loads((page[1] / "compared" / "report.json").read_text())
+    results = {result["way"]: result for result in report["results"]}
+    assert set(results) == {"plain", "prompt", "reft", "feature"}
+    assert results["reft"]["score"] >= 0.75 and results["plain"]["score"] == 0.0
+    assert results["reft"]["answers"] == 2
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ captures.py     straight from captures: a vector as a file, rows as one array
 records.py      lines of data files
 checkpoints.py  a small model with real weights, from the package registry
 dataset/        activations of whole data sets, on disk
+learn/          vectors and LoReFT learned by gradients, attribution: docs/learning.md
+comparing.py    ways to steer towards concepts, judged
 probes/         probes trained, calibrated and judged: docs/probes.md
 
 Nothing of the engine imports this, and it imports nothing of the engine that users do not have:

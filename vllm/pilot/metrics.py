@@ -142,7 +142,12 @@ def write(
 
 
 def score_function(name: str) -> Callable[[str, str], float]:
-    """The function that `module:function` names.
+    """The function of a score that `module:function` names; see `named_function`."""
+    return named_function(name, "score")
+
+
+def named_function(name: str, option: str) -> Callable[..., Any]:
+    """The function that `module:function` names, for an option.
 
     Raises:
         ValueError: there is none.
@@ -151,8 +156,8 @@ def score_function(name: str) -> Callable[[str, str], float]:
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"score: {name!r} is no module:function: {error}") from None
+        raise ValueError(f"{option}: {name!r} is no module:function: {error}") from None
     if not callable(found):
-        raise ValueError(f"score: {name} is not callable")
-    made: Callable[[str, str], float] = found
+        raise ValueError(f"{option}: {name} is not callable")
+    made: Callable[..., Any] = found
     return made

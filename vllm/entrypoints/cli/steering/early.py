@@ -10,6 +10,7 @@ from pathlib import PurePath
 
 VERBS = {
     "steering": {
+        "bench": "Compare ways to steer towards concepts, by a judge of the answers.",
         "check": "Compare what is read and written in a model with Hugging Face transformers.",
         "convert": "Write vectors of another tool, or a published lens, as a file of ours.",
         "points": "List the points and layers of a model, from its config alone.",

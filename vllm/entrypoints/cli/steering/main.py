@@ -22,6 +22,11 @@ read and written is the residual stream: identities that need no reference, and 
 transformers where the model fits in memory. Exit status 1 when anything disagrees, 2 when it could
 not run."""
 
+BENCH = """Compare ways to steer towards concepts, after AxBench: prompts, modules (vectors, LoReFT)
+and operations such as features. Your judge grades each answer for concept, instruction and fluency,
+and the score is the harmonic mean. Over an engine that is started as `vllm serve` would, with its
+--steering-modules, or over a running server (--url). Exit status 2 when it could not run."""
+
 TRAIN = """Find a steering vector from pairs of texts: a direction for each layer, the layer and
 scale with the strongest effect that leaves ordinary text ordinary, and a report on held-out pairs.
 Over an engine that is started as `vllm serve` would, or over a running server (--url). Exit status
@@ -50,6 +55,7 @@ class SteeringSubcommand(CLISubcommand):
         if args.model_tag is not None:
             args.model = args.model_tag
         verbs = {
+            "bench": _bench,
             "check": _check,
             "convert": _convert,
             "points": _points,
@@ -62,6 +68,7 @@ class SteeringSubcommand(CLISubcommand):
         self, subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]"
     ) -> "FlexibleArgumentParser":
         """Add the parser of `vllm steering`."""
+        from vllm.entrypoints.cli.steering.compare import bench_options
         from vllm.entrypoints.cli.steering.early import VERBS
         from vllm.entrypoints.cli.steering.probe_verbs import add_verbs
         from vllm.entrypoints.cli.steering.train import add_options
@@ -71,9 +78,18 @@ class SteeringSubcommand(CLISubcommand):
             self.name,
             help="Check steering and capture on a model, find steering vectors and probes, convert "
             "files.",
-            usage="vllm steering {check,convert,points,probe,train} ...",
+            usage="vllm steering {bench,check,convert,points,probe,train} ...",
         )
         verbs = steering.add_subparsers(required=True, dest="steering_verb")
+        add_verb(
+            verbs,
+            "steering bench",
+            bench_options,
+            help=VERBS[self.name]["bench"],
+            description=BENCH,
+            usage="vllm steering bench MODEL --data FILE --instructions FILE --judge "
+            "MODULE:FUNCTION --out FOLDER [options] [serve options]",
+        )
         add_verb(
             verbs,
             "steering check",
@@ -200,6 +216,12 @@ def _probe(args: argparse.Namespace) -> int:
     from vllm.entrypoints.cli.steering.probe_verbs import run
 
     return run(args)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from vllm.entrypoints.cli.steering.compare import bench_ways
+
+    return bench_ways(args)
 
 
 def _train(args: argparse.Namespace) -> int:
