@@ -192,7 +192,7 @@ AREAS = (
     ),
     Area(
         "results",
-        budget=480,  # answers that are cut and go on; a webhook is started and ended with the frontend
+        budget=480,  # answers that go on; a webhook starts and ends with it
         planned=230,
         places=("vllm/v1/interventions/frontend/results/",),
     ),
@@ -262,7 +262,7 @@ AREAS = (
     ),
     Area(
         "rules",
-        budget=806,  # rules are judged together; cuts and forcing; the webhook, which house-2 knows nothing of
+        budget=806,  # judged together; cuts and forcing; the webhook, not in house-2
         planned=280,
         places=(
             "vllm/v1/capture/rules.py",
@@ -316,7 +316,7 @@ AREAS = (
     ),
     Area(
         "toolkit",
-        budget=3982,  # data sets that load no more than they capture, and store small rows
+        budget=3987,  # data sets that load no more than they capture, and store small rows
         planned=3100,
         places=(
             "vllm/entrypoints/cli/capture/",
