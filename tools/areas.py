@@ -325,6 +325,14 @@ AREAS = (
         core=False,
     ),
     Area(
+        # Rows to trainers in other processes; house-2 knows nothing of them.
+        "streams to trainers",
+        budget=290,
+        planned=0,
+        places=("vllm/pilot/dataset/feeding.py", "vllm/pilot/dataset/trainer/"),
+        core=False,
+    ),
+    Area(
         # Heads, statistics, labelled texts, pages and the command; house-2 knows nothing of them.
         "probes, trained",
         budget=1240,

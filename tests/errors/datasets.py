@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import numpy as np
@@ -24,6 +24,9 @@ from vllm.pilot import dataset
 from vllm.pilot.dataset.shard_store import Shard, ShardStore
 from vllm.v1.capture import CaptureResult
 from vllm.v1.capture.results import CapturedRows, SiteRows
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 ONE = np.zeros(1, np.int64)
 ROWS = SiteRows([("post_block", 0)], lambda site: CapturedRows(ONE, ONE, torch.zeros(1, 4), ONE))
@@ -134,6 +137,25 @@ def answering(result: CaptureResult) -> Any:
     return step
 
 
+def feeding(address: str = "ipc:///tmp/rows", **more: Any) -> Callable[[], object]:
+    """Start to feed a trainer."""
+    data, llm = dataset.DataFile("d.jsonl"), cast("LLM", SimpleNamespace())
+    return lambda: dataset.feed(llm, data, address, "post_block", 1, **more)
+
+
+def unanswered() -> object:
+    """A trainer without an engine."""
+    with mock.patch("vllm.pilot.dataset.trainer.streaming.RETRY_SECONDS", 0.01):
+        return next(dataset.stream("ipc:///tmp/nobody-is-here", patience=0))
+
+
+def answered(reply: bytes) -> object:
+    """A trainer whose engine says something."""
+    rows = dataset.stream("ipc:///tmp/a")
+    with mock.patch.object(rows, "_ask", return_value=[reply]):
+        return next(rows)
+
+
 def full() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -204,6 +226,16 @@ DATASETS = [
         do=running(answering(CaptureResult("ok", None, ROWS)), confirm=lambda told: False),
     ),
     Case(says(given="1"), do=lost),
+    Case(says(given="'http://a'"), do=lambda: dataset.stream("http://a")),
+    Case(says(given="'a'"), do=feeding("a")),
+    Case(says(), do=lambda: dataset.stream("ipc:///tmp/a", {"plan": "p", "next": [1]})),
+    Case(says(given="9", allowed="4"), do=feeding(batch_rows=4, buffer_rows=9)),
+    Case(says(given="0"), do=feeding(epochs=0)),
+    Case(says(address="ipc:///tmp/nobody-is-here", given="0"), do=unanswered),
+    Case(
+        says(address="ipc:///tmp/a", reason="state is of other data"),
+        do=lambda: answered(b'{"refused": "state is of other data"}'),
+    ),
     Case(says(given="'post_block'"), do=lambda: parse_hooks(["post_block"])),
     Case(says(given="q"), do=lambda: parse_hooks(["q:1", "q:2"])),
     Case(says(given="'post_blok'"), do=lambda: need_names({"post_blok": "all"}, "last_prompt")),

@@ -15,11 +15,11 @@ STEPS, BATCH, FEATURES, K = 150, 64, 256, 16
 def main(folder: str, address: str, out: str) -> None:
     sys.path.insert(0, folder)
     import torch
-    import trainer  # type: ignore[import-not-found]
-    from dictionary_learning.trainers.top_k import AutoEncoderTopK, TopKTrainer  # type: ignore
-    from dictionary_learning.training import trainSAE  # type: ignore[import-not-found]
-    from sae_lens import SAETrainer, TopKTrainingSAE, TopKTrainingSAEConfig  # type: ignore
-    from sae_lens.config import LoggingConfig, SAETrainerConfig  # type: ignore
+    import trainer
+    from dictionary_learning.trainers.top_k import AutoEncoderTopK, TopKTrainer
+    from dictionary_learning.training import trainSAE
+    from sae_lens import SAETrainer, TopKTrainingSAE, TopKTrainingSAEConfig
+    from sae_lens.config import LoggingConfig, SAETrainerConfig
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -34,7 +34,7 @@ def main(folder: str, address: str, out: str) -> None:
     sae = TopKTrainingSAE(TopKTrainingSAEConfig(d_in=width, d_sae=FEATURES, k=K))
     before = left(sae(rows))
     asked = SAETrainerConfig(
-        total_training_samples=STEPS * BATCH, train_batch_size_samples=BATCH, lr=3e-3,
+        total_training_samples=STEPS * BATCH, train_batch_size_samples=BATCH, lr=3e-3, lr_end=3e-4,
         logger=LoggingConfig(log_to_wandb=False),
     )  # fmt: skip
     trained = SAETrainer(cfg=asked, sae=sae, data_provider=trainer.for_sae_lens(first)).fit()

@@ -16,7 +16,7 @@ from typing import Any
 
 def main(folder: str, address: str, file: str) -> None:
     sys.path.insert(0, folder)
-    import trainer  # type: ignore[import-not-found]
+    import trainer
 
     if "vllm" in sys.modules:
         raise SystemExit("a trainer must not need vLLM")

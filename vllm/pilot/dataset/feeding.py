@@ -45,7 +45,7 @@ class Block:
     stop: Place
     """Place of the first batch of the next one."""
     columns: tuple[torch.Tensor, ...]
-    """Those of a `Batch`, shuffled."""
+    """Fields of a `Batch`, shuffled."""
 
     def batch(self, number: int, rows: int) -> tuple[torch.Tensor, ...] | None:
         """Return a batch of so many rows, of the last block the rest; None if there is no such."""

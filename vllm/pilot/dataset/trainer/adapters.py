@@ -32,7 +32,7 @@ class DictionaryBuffer(Iterator[torch.Tensor]):
 
     @property
     def config(self) -> dict[str, Any]:
-        """What dictionary_learning saves beside an autoencoder of where its rows are from."""
+        """Source of the rows, which dictionary_learning saves beside an autoencoder."""
         return {"stream": self._rows.state}
 
 

@@ -62,8 +62,8 @@ class Stream(Iterator[Batch]):
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """What `stream` takes to go on behind the last batch, as plain data; None before the first
-        one."""
+        """State that `stream` takes to go on behind the last batch, as plain data; None before the
+        first one."""
         return None if self._next is None else {"plan": self._plan, "next": list(self._next)}
 
     def __next__(self) -> Batch:
