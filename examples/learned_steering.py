@@ -24,13 +24,12 @@ GLAD = ["It was wonderful, I loved every minute!", "I am so happy, the {} was a 
         "What a lovely {}, we laughed a lot!"]  # fmt: skip
 GLOOMY = ["It was terrible, I hated every minute.", "I am so sad, the {} was a misery.",
           "What an awful {}, we cried a lot."]  # fmt: skip
-UNSEEN = ["weekend", "weather", "match", "interview", "dance", "flight", "exam", "walk", "play",
-          "ride", "swim", "talk"]  # fmt: skip
+UNSEEN = ["weekend", "weather", "match", "interview", "dance", "flight", "exam", "walk"]
 GLAD_WORDS = ["wonderful", "loved", "happy", "joy", "lovely", "laughed", "great", "beautiful",
               "fun", "good", "enjoyed", "best", "fantastic", "amazing", "love"]  # fmt: skip
 GLOOMY_WORDS = ["terrible", "hated", "sad", "misery", "awful", "cried", "bad", "worst",
                 "boring", "tired", "disaster", "disappointing", "not"]  # fmt: skip
-FORM = "Question: {}\nAnswer:"
+FORM = 'I asked my friend, "{}" She said, "'
 METHODS = ("gradient", "bipo", "reft", "reft-r1")
 LAYER = 15
 
@@ -41,7 +40,7 @@ def write_pairs(file: Path) -> Pairs:
     for i, thing in enumerate(THINGS):
         for j, asked in enumerate(ASKED):
             prompt, k = FORM.format(asked.format(thing)), (i + j) % len(GLAD)
-            glad, gloomy = (f" {texts[k].format(thing)}" for texts in (GLAD, GLOOMY))
+            glad, gloomy = (texts[k].format(thing) for texts in (GLAD, GLOOMY))
             lines.append({"prompt": prompt, "positive": glad, "negative": gloomy})
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return Pairs.read_file(file)
@@ -53,7 +52,9 @@ def make(model: str, folder: Path) -> dict[str, Learned]:
     pairs, loaded = write_pairs(folder / "pairs.jsonl"), TorchModel.load(model)
     found = {}
     for method in METHODS:
-        made = learn(loaded, pairs, method=method, layers=[LAYER], epochs=6, rate=0.05, say=print)
+        made = learn(
+            loaded, pairs, method=method, layers=[LAYER], epochs=6, rate=0.05, kl=1.0, say=print
+        )
         save_learned(made, folder / method)
         print(f"{method}: {made.evidence}")
         found[method] = made
@@ -66,7 +67,7 @@ def judge(concept: str, instruction: str, text: str) -> tuple[float, float, floa
     words = [word.strip(".,!?'\"").lower() for word in text.split()]
     glad = any(word in GLAD_WORDS for word in words)
     gloomy = any(word in GLOOMY_WORDS for word in words)
-    named = instruction.split()[-2].strip("?").lower() in words
+    named = instruction.split("the ")[1].split()[0] in words
     fluent = 2 * len(set(words)) / len(words) if words else 0.0
     return 2.0 if glad and not gloomy else 0.0, 2.0 if named else 1.0, fluent
 
@@ -85,7 +86,10 @@ def serve(model: str, folder: Path) -> Comparison:
     rows = read_rows(llm, Pairs.read_file(folder / "pairs.jsonl"), [LAYER])
     caa = mean_difference(*rows)[0]
     llm.steering.register_module("caa", {"vectors": {"post_block": {LAYER: caa}}})
-    ways = [Way("prompt", system="Answer very gladly: all is lovely."), Way("caa", module="caa")]
+    ways = [
+        Way("prompt", system="My friend is very glad, and all is lovely to her."),
+        Way("caa", module="caa"),
+    ]
     unit = (caa / caa.norm()).tolist()
     feature = {"op": "feature", "point": "post_block", "layers": [LAYER], "encoder": unit}
     feature |= {"decoder": unit, "add": float(caa.norm())}

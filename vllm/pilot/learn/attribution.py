@@ -79,7 +79,7 @@ class Attribution:
         same = (sweep.points, sweep.layers) == (self.points, self.layers)
         if not same or sweep.values.shape != self.values.shape:
             raise ValueError(
-                "sweep: is of other points, layers or positions; make both of the same prompts, "
+                "sweep: is of other points, layers or positions; compare the same prompts, "
                 f"points {self.points} and layers {self.layers}"
             )
         if sweep.metric == "recovered":
