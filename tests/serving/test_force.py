@@ -26,7 +26,7 @@ from tests.serving.test_rules import (
     rule,
 )
 from tests.support import serving
-from tests.support.serving import Ask, capture, serve, vector
+from tests.support.serving import Ask, capture, serve, vector, worst_row
 from vllm import LLM
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -36,6 +36,8 @@ pytestmark = pytest.mark.full
 __all__ = ["DRAFTS", "llm"]
 
 FORCED = [11, 45, 7]
+CLOSE = 1e-2
+"""Distance of a row, as a share of its length, that chunks and TF32 on a GPU make."""
 STEERED = {"steering_vectors": {"post_attn": {0: vector(70)}}}
 
 
@@ -78,7 +80,7 @@ def check(llm: LLM, ask: Ask, output: Any, one: dict[str, Any], replayed: dict[s
         assert got.status == "ok", got.error
         captured = got.payload[SITE]
         assert captured.positions.tolist() == list(range(first + len(answer) - 1))
-        torch.testing.assert_close(captured.values, rows[:-1], rtol=1e-3, atol=1e-3)
+        assert worst_row(captured.values, rows[:-1]) <= CLOSE < worst_row(captured.values, rows[1:])
     return at
 
 
@@ -213,7 +215,7 @@ def test_deltas_are_parts_of_the_whole(llm: LLM) -> None:
     assert tokens == list(whole.outputs[0].token_ids)
     rows = whole.capture_results["inline"].payload[SITE]
     assert positions == rows.positions.tolist()
-    torch.testing.assert_close(torch.cat(parts), rows.values, rtol=1e-3, atol=1e-3)
+    assert worst_row(torch.cat(parts), rows.values) <= CLOSE
 
 
 def test_an_answer_that_goes_on_can_be_aborted(llm: LLM) -> None:
