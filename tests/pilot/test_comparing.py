@@ -51,7 +51,7 @@ class Echo:
 
 
 def judge(concept: str, instruction: str, text: str) -> list[float]:
-    """The stronger, the gladder; above 1 fluency is lost, and in text 3 all is."""
+    """The stronger, the gladder; fluency is lost above 1, in text 1 at 1, in text 3 always."""
     asked = json.loads(text)
     assert concept == "joy" and instruction in asked["prompt"]
     factor = 0.0
@@ -61,7 +61,8 @@ def judge(concept: str, instruction: str, text: str) -> list[float]:
         factor = op["value"] / 8
     if "Be glad" in asked["prompt"]:
         factor = 0.5
-    fluent = 0.0 if factor > 1 or (factor and "text 3" in instruction) else 2.0
+    most = {"text 1": 0.5, "text 3": 0.0}.get(instruction, 1.0)
+    fluent = 0.0 if factor > most else 2.0
     return [min(2.0, 2 * factor), 2.0, fluent]
 
 
@@ -70,20 +71,20 @@ def test_the_factor_is_chosen_on_one_half_and_reported_on_the_other(tmp_path: Pa
     found = compare(Echo(), concepts, INSTRUCTIONS, judge, factors=(0.5, 1.0, 2.0))
     results = {result.way: result for result in found.results}
     assert set(results) == {"plain", "caa", "sae", "prompt"}
-    # Texts 0 and 2 choose factor 1, at which each grade is 2; of 1 and 3 the latter has none.
+    # Texts 0 and 2 choose factor 1, at which each grade is 2. Over all four 0.5 were better.
     for name in ("caa", "sae"):
         best = results[name]
         assert best.factors == {"joy": 1.0} and best.answers == 2
-        assert (best.score, best.concept, best.instruction, best.fluency) == (1.0, 2.0, 2.0, 1.0)
-        assert best.error == pytest.approx(1.0)
+        assert (best.score, best.concept, best.instruction, best.fluency) == (0.0, 2.0, 2.0, 0.0)
     half = harmonic_mean([1.0, 2.0, 2.0])
     assert half == pytest.approx(3 / (1 + 0.5 + 0.5)) and harmonic_mean([0.0, 2.0, 2.0]) == 0.0
     assert results["prompt"].score == pytest.approx(half / 2)
-    assert results["plain"].score == 0.0 and found.results[-1].way == "plain"
+    assert results["prompt"].error == pytest.approx(half / 2)
+    assert results["plain"].score == 0.0 and found.results[0].way == "prompt"
     assert len(found.written) == 4 * (1 + 3 + 3 + 1)
-    assert "caa" in repr(found).splitlines()[1] + repr(found).splitlines()[2]
+    assert repr(found).splitlines()[1].startswith("prompt  0.750 +- 0.750")
     save_comparison(found, tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text())["results"][0]["score"] == 1.0
+    assert json.loads((tmp_path / "report.json").read_text())["results"][0]["score"] == 0.75
     assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
 
 
