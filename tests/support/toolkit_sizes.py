@@ -259,6 +259,7 @@ ABSENT = {
     "bench": "asks models, and adds nats",
     "captures": "rows as they are; its direction is mean_difference's",
     "checkpoints": "files",
+    "comparing": "grades of the user's judge",
     "choice.Choice": "numbers of others",
     "choice.KlGuard": "nats",
     "choice.candidate_layers": "ranks by d'",

@@ -225,7 +225,7 @@ def _grades(judge: Judge, concept: str, instruction: str, text: str) -> list[flo
 
 
 def _results(written: Sequence[Mapping[str, Any]]) -> list[Result]:
-    """What each way is worth with the factors that the other half chose."""
+    """Judge each way by one half of the answers, with the factors that the other half chose."""
     by: dict[str, dict[str, dict[float, list[Mapping[str, Any]]]]] = {}
     for one in written:
         of_way = by.setdefault(one["way"], {}).setdefault(one["concept"], {})
