@@ -268,6 +268,20 @@ def test_the_cache_key_covers_what_is_traced(model: Path) -> None:
     assert keys == [build(model, **options).compute_hash() for options in TRACED]
 
 
+def test_plain_code_of_a_model_that_ends_early_is_its_own(model: Path) -> None:
+    """Steps that capture nothing run code without taps, which calls layers that are not there in
+    one that ends before them; else it is upstream's."""
+
+    def plain(**options: Any) -> str:
+        config = build(model, **options)
+        config.capture_config = config.capture_config.without_captures()
+        return config.compute_hash()
+
+    whole, *cut = [plain(**CAPTURE, capture_stop_after=n) for n in (None, 0, 1)]
+    assert whole == build(model).compute_hash()
+    assert len({whole, *cut}) == 3
+
+
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_the_cache_key_covers_nothing_else(
     model: Path, one: dict[str, Any], other: dict[str, Any]

@@ -163,12 +163,19 @@ class CaptureConfig:
         """True if a consumer captures of requests that do not name it."""
         return any(spec.capture is not None for spec in self.consumers.values())
 
+    def without_captures(self) -> "CaptureConfig":
+        """Return the configuration of code without taps for the model as it was loaded, which may
+        end after a layer."""
+        plain = CaptureConfig()
+        plain.capture_stop_after = self.capture_stop_after
+        return plain
+
     def compute_hash(self) -> str:
         """Hash of everything that changes the traced code or the shapes in it."""
         from vllm.config.utils import hash_factors
 
         if not self.enabled:
-            return "off"
+            return "off" if self.capture_stop_after is None else f"off@{self.capture_stop_after}"
         return hash_factors(
             {
                 "schema": SCHEMA,

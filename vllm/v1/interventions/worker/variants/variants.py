@@ -30,7 +30,6 @@ import vllm.envs as envs
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
-from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.attention_taps import HeadTap, HeadTaps
 from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps
@@ -102,7 +101,7 @@ class ModelVariants:
         self._modules = _compiled_modules(model, taps)
         self._plain_config = copy.copy(config)
         self._plain_config.steering_config = SteeringConfig()
-        self._plain_config.capture_config = CaptureConfig()
+        self._plain_config.capture_config = config.capture_config.without_captures()
         self._plain = self._steering = self._tapped = self._current = _Variant(taps, self._all)
         self._set_taps(self._tapped)
         if _can_switch(config):
