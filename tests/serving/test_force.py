@@ -74,7 +74,7 @@ def check(llm: LLM, ask: Ask, output: Any, one: dict[str, Any], replayed: dict[s
     result = done.rules[one["name"]]
     assert (result.fired_at, result.forced_at) == (at, at + 1)
     assert result.rows == len(answer) - 1
-    assert result.max == pytest.approx(scores[first:-1].max(), abs=1e-3)
+    assert result.max == pytest.approx(scores[first:-1].max(), rel=1e-3)
     if "capture" in ask.fields:
         got = output.capture_results["inline"]
         assert got.status == "ok", got.error
