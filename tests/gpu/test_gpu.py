@@ -27,8 +27,15 @@ SCRIPTS = (
     "invariant",
     "quantised",
     "features",
+    "early_stop",
 )
-TWO = ("run --only full_and_piecewise heads focus", "invariant", "features", "orphans")
+TWO = (
+    "run --only full_and_piecewise heads focus",
+    "invariant",
+    "features",
+    "early_stop",
+    "orphans",
+)
 """Scripts, with arguments, that run tensor-parallel, too."""
 
 
