@@ -170,7 +170,7 @@ AREAS = (
     ),
     Area(
         "transport",
-        budget=825,
+        budget=828,
         planned=740,
         places=(
             "vllm/v1/capture/transport/",

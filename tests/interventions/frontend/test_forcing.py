@@ -4,7 +4,8 @@ makes token by token."""
 
 from __future__ import annotations
 
-from functools import cache
+import asyncio
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.interventions.frontend.test_rule_watch import MOST, PROMPT, chunk, plan_for
 from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.interventions.frontend.results.link import _AsyncLink
 from vllm.v1.interventions.frontend.results.watch import RuleWatches
 from vllm.v1.interventions.plan import CapturePlan
 
@@ -191,3 +193,23 @@ def test_an_answer_that_broke_off_does_not_go_on(reason: FinishReason) -> None:
     tokens, _ = watch.judge(EngineCoreOutput("a", [5, 6, 7]), reason)
     assert tokens == [5] and watch.goes_on() is None
     assert watch.stop_reason(None) == "rule:r0"
+
+
+def test_a_request_that_was_aborted_is_not_sent_again() -> None:
+    """The abort may reach the engine first, where it would find nothing."""
+    sent: list[Any] = []
+
+    class Client:
+        async def add_request_async(self, request: Any) -> None:
+            sent.append(request)
+
+    async def add() -> None:
+        client: Any = Client()
+        link = _AsyncLink(client)
+        for name, wanted in (("aborted", False), ("goes on", True)):
+            request: Any = name
+            link.add(request, partial(bool, wanted))
+        await asyncio.sleep(0.01)
+
+    asyncio.run(add())
+    assert sent == ["goes on"]

@@ -4,7 +4,7 @@
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +43,9 @@ class CaptureLink(ABC):
         """Tell the engine core, after all that was sent to it before."""
 
     @abstractmethod
-    def add(self, request: EngineCoreRequest) -> None:
-        """Send a request."""
+    def add(self, request: EngineCoreRequest, wanted: Callable[[], bool]) -> None:
+        """Send a request, unless it is no longer wanted when it is its turn: then it was aborted,
+        and the engine was told so before it would have had it."""
 
     @abstractmethod
     def _put(self, outputs: EngineCoreOutputs) -> None:
@@ -65,7 +66,7 @@ class _InprocLink(CaptureLink):
     def send(self, call: CaptureCall) -> None:
         self._client.engine_core.capture(call)
 
-    def add(self, request: EngineCoreRequest) -> None:
+    def add(self, request: EngineCoreRequest, wanted: Callable[[], bool]) -> None:
         self._client.add_request(request)
 
     @property
@@ -95,7 +96,7 @@ class _SyncLink(CaptureLink):
         message = (0, call_id, "capture", (call,))
         self._client._send_input(EngineCoreRequestType.UTILITY, message)
 
-    def add(self, request: EngineCoreRequest) -> None:
+    def add(self, request: EngineCoreRequest, wanted: Callable[[], bool]) -> None:
         self._client.add_request(request)
 
     def _put(self, outputs: EngineCoreOutputs) -> None:
@@ -120,8 +121,12 @@ class _AsyncLink(CaptureLink):
     def send(self, call: CaptureCall) -> None:
         self._start(self._client.call_utility_all_async("capture", call))
 
-    def add(self, request: EngineCoreRequest) -> None:
-        self._start(self._client.add_request_async(request))
+    def add(self, request: EngineCoreRequest, wanted: Callable[[], bool]) -> None:
+        async def send() -> None:
+            if wanted():
+                await self._client.add_request_async(request)
+
+        self._start(send())
 
     def _start(self, sending: Coroutine[object, object, object]) -> None:
         task = asyncio.ensure_future(sending)

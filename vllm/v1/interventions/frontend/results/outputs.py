@@ -357,7 +357,7 @@ class CaptureOutputs:
         if state.capture is not None:
             state.capture.go_on(new, rows)
         sent.rename(processor, state, new)
-        self.link.add(request)
+        self.link.add(request, lambda: new in processor.request_states)
         return True
 
     def count(self, results: Iterable[ConsumerResult]) -> None:
