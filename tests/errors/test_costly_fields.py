@@ -159,6 +159,7 @@ def configs() -> dict[bool, VllmConfig]:
             get_vocab_size=lambda: 200,
             max_model_len=64,
             is_multimodal_model=False,
+            return_sampling_mask=False,
             is_mm_prefix_lm=False,
         )
     return made

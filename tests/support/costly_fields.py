@@ -122,7 +122,7 @@ def _captures(vector: list[float], width: int) -> Iterator[Body]:
     yield {"inline": {"attention": {**asked, "give": ["weights"], "sum": "heads"}}}
     yield {"inline": {"attention": {**asked, "give": ["top"], "top": 2}}}
     named: Body = {"request_id": "r", "tag": "t", "layout": "per_file", "metadata": {"a": 1}}
-    yield {"filesystem": {"hooks": hooks, "positions": [1], **named}}
+    yield {"filesystem": {"hooks": hooks, "positions": [1], "dtype": "int8", **named}}
 
 
 def _tiers(vector: list[float], width: int, positions: Any) -> Iterator[Body]:
@@ -152,6 +152,7 @@ def _ours(vector: list[float], width: int) -> Iterator[Body]:
     for capture in _captures(vector, width):
         yield {"capture": capture}
     yield {"rules": [_rule(vector)]}
+    yield {"rules": [_rule(vector, then={"force": [1, 2]})]}
     module = {key: value for key, value in _rule(vector).items() if key != "probe"}
     yield {"rules": [{**module, "module": "m"}, {**module, "name": "d", "dose": True}]}
     probe: Body = {"sites": [["pre_attn", 0], ["pre_attn", 1]], "weight": [vector, vector]}

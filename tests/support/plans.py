@@ -52,6 +52,7 @@ GAPS = TapShape(hidden_size=HIDDEN, dtype="float32", layers={0: _WHOLE, 2: _WHOL
 _HEADED = LayerShape(STREAM_POINTS, {"q": (4, 2), "k": (2, 2), "v": (2, 3), "z": (4, 3)})
 HEADS = TapShape(
     hidden_size=HIDDEN,
+    token_ids=100,
     dtype="float32",
     layers={
         0: _HEADED,
@@ -64,6 +65,7 @@ HEADS = TapShape(
 
 LANES = TapShape(
     hidden_size=HIDDEN,
+    token_ids=100,
     dtype="float32",
     layers={0: _PARALLEL, 1: LayerShape(PARALLEL, final=True)},
     lanes=3,

@@ -97,6 +97,7 @@ def test_drafts_in_the_same_tree_stay_unbound() -> None:
     config = config_of()
     config.model_config = SimpleNamespace(  # type: ignore[assignment]
         get_hidden_size=lambda: 4,
+        get_vocab_size=lambda: 100,
         get_total_num_hidden_layers=lambda: 2,
         dtype=torch.float32,
     )

@@ -122,7 +122,7 @@ class CompletionCapture:
         output_token_ids: Sequence[int],
         finish_reason: FinishReason | None,
         only_new: bool,
-        most_rows: int,
+        most_rows: int = ALL_ROWS,
     ) -> dict[str, CaptureResult]:
         """The results that go into the completion output that is being made.
 
