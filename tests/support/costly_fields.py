@@ -152,7 +152,6 @@ def _ours(vector: list[float], width: int) -> Iterator[Body]:
     for capture in _captures(vector, width):
         yield {"capture": capture}
     yield {"rules": [_rule(vector)]}
-    yield {"rules": [_rule(vector, then={"force": [1, 2]})]}
     module = {key: value for key, value in _rule(vector).items() if key != "probe"}
     yield {"rules": [{**module, "module": "m"}, {**module, "name": "d", "dose": True}]}
     probe: Body = {"sites": [["pre_attn", 0], ["pre_attn", 1]], "weight": [vector, vector]}
@@ -285,6 +284,7 @@ def _steering(vector: list[float], width: int) -> Iterator[Legal]:
             yield Legal(MODULES, {"name": "n", name: each, "ops": [op]})
     yield Legal(CLEAR, {"tier": "base"})
     yield Legal(RULES, {"rules": [_rule(vector)]})
+    yield Legal(RULES, {"rules": [_rule(vector, then={"force": [1, 2]})]})
     added: Body = {"op": "add", "vector": vector}
     sweep: Body = {"model": None, "prompt": "where", "answer": "x", "points": ["pre_attn"]}
     sweep |= {"stream": True, "layers": [0], "positions": [1]}
