@@ -174,7 +174,7 @@ def compare(
     temperature: float = 0.0,
     say: Callable[[str], Any] = lambda _: None,
 ) -> Comparison:
-    """Have instructions answered under each way, and judge the answers.
+    """Compare ways: the model answers instructions under each, and the judge grades the answers.
 
     Args:
         llm: an engine or a server's URL, which has the modules.

@@ -72,7 +72,7 @@ class Each(Pool, frozen=True, tag="each"):
     """Score of each row by itself: s_t = z_t."""
 
     def numbers(self, outputs: int) -> int:
-        """None: numpy copies them all at once."""
+        """Return 0: numpy copies them all at once."""
         return 0
 
     def start(self, outputs: int) -> State:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest
-from vllm.v1.interventions.plan import Begun, Plan
+from vllm.v1.interventions.plan import Begun
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import (
@@ -44,10 +44,9 @@ class SentRequest:
         """
         self._times += 1
         self._is_queued = True
-        params = copy.copy(self._request.sampling_params)
-        assert params is not None
+        params, plan = copy.copy(self._request.sampling_params), self._request.plan
+        assert params is not None and plan is not None  # it has a rule that forces
         params.prompt_logprobs = None  # those of the prompt came
-        plan = self._request.plan or Plan()
         return msgspec.structs.replace(
             self._request,
             request_id=f"{self._request.request_id}~{self._times}",
@@ -63,7 +62,7 @@ class SentRequest:
             output.events = [event for event in output.events if event.type != queued]
 
     def rename(self, processor: "OutputProcessor", state: "RequestState", new: str) -> None:
-        """Have the completion go on under another id, in all that `processor` keeps of it."""
+        """Change the completion's id in all that `processor` keeps of it."""
         old, state.request_id = state.request_id, new
         if self._queue is not None and self._queue.request_id == old:
             self._queue.request_id = new

@@ -257,7 +257,7 @@ class RuleWatches:
         return watch
 
     def rename(self, old: str, new: str) -> None:
-        """Have a completion go on under another id: what comes under the old one is not its."""
+        """Change a completion's id: what still comes under the old one is not its."""
         self._watches[new] = self._watches.pop(old)
 
     def add(self, chunks: Iterable[CapturedChunk]) -> None:
