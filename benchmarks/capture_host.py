@@ -167,11 +167,13 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     config = SimpleNamespace(
         tap_shape=None,
         parallel_config=SimpleNamespace(_api_process_count=1),
+        steering_config=SimpleNamespace(enable_steering=False),
         capture_config=SimpleNamespace(rules=None, capture_stop_after=None),
         model_config=SimpleNamespace(max_model_len=1 << 20),
     )
     link = SimpleNamespace(places=places)
-    frontend = CaptureOutputs(config, link, None)  # type: ignore[arg-type]
+    inputs = SimpleNamespace(tokenizer=None, modules=None)
+    frontend = CaptureOutputs(config, link, inputs)  # type: ignore[arg-type]
     states: dict[str, Any] = {}
     for name in names:
         asked = EngineCoreRequest(

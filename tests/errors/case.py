@@ -36,7 +36,7 @@ class Case:
         except ValidationError as error:  # of the engine's options
             return error.errors()[0]["msg"].removeprefix("Value error, ")
         except (
-            ValueError, KeyError, RuntimeError, TimeoutError, VLLMValidationError
+            ValueError, LookupError, RuntimeError, TimeoutError, VLLMValidationError
         ) as error:  # fmt: skip
             if self.do is None:
                 assert isinstance(error, InterventionError)

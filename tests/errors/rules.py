@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import save_file
 
 from tests.errors.case import Case, path
-from tests.support.plans import HIDDEN, SHAPE, VECTOR, config_of
+from tests.support.plans import HIDDEN, NOBODY, SHAPE, VECTOR, config_of
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.capture import CaptureConfig
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
@@ -108,7 +108,7 @@ def several_servers() -> object:
     """Rules for all, where two API servers share the engines and were started without some."""
     core = cast("Any", SimpleNamespace(client_count=2))
     config = config_of()
-    return asyncio.run(AsyncSteering(config, ModuleCatalog(config), core).set_rules([]))
+    return asyncio.run(AsyncSteering(config, ModuleCatalog(config), core, NOBODY).set_rules([]))
 
 
 def beams() -> object:

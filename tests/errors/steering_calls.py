@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from tests.errors.case import Case, path
 from tests.errors.steering import CONFIG, PIN, limited, module, named
-from tests.support.plans import HIDDEN, VECTOR, config_of, plan_of
+from tests.support.plans import HIDDEN, NOBODY, VECTOR, config_of, plan_of
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.engine.core_client import InprocClient
@@ -36,7 +36,7 @@ def with_connector() -> VllmConfig:
 
 def steering(config: VllmConfig = CONFIG, core: Any = None) -> Steering:
     """`llm.steering` of an engine whose core answers as `core` does."""
-    return Steering(config, ModuleCatalog(config), core)
+    return Steering(config, ModuleCatalog(config), core, NOBODY)
 
 
 def answering(reply: dict[str, Any]) -> Any:
@@ -83,7 +83,7 @@ def forgotten() -> object:
 def several_servers() -> object:
     """Operations of all requests, where two API servers share the engines."""
     core = cast("Any", SimpleNamespace(client_count=2))
-    one = engine_steering.AsyncSteering(CONFIG, ModuleCatalog(CONFIG), core)
+    one = engine_steering.AsyncSteering(CONFIG, ModuleCatalog(CONFIG), core, NOBODY)
     return asyncio.run(one.set([PIN], tier="ops"))
 
 

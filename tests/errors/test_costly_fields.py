@@ -38,7 +38,7 @@ from tests.support.costly_fields import (
     name_of,
     places,
 )  # fmt: skip
-from tests.support.plans import HEADS, LANES, VECTOR, config_of, with_layers
+from tests.support.plans import HEADS, LANES, NOBODY, VECTOR, config_of, with_layers
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.config.points import CAPTURE_POINTS, STEERING_POINTS
@@ -205,7 +205,7 @@ class Server:
         self.engine_client: Any = SimpleNamespace(
             vllm_config=config,
             input_processor=processor,
-            steering=AsyncSteering(config, catalog, Core()),  # type: ignore[arg-type]
+            steering=AsyncSteering(config, catalog, Core(), NOBODY),  # type: ignore[arg-type]
             generate=self._generate,
         )
         self.request_logger = None

@@ -39,6 +39,7 @@ from tests.errors.probes import PROBES
 from tests.errors.project import PROJECT
 from tests.errors.requests import REQUESTS
 from tests.errors.rules import RULES
+from tests.errors.running import RUNNING
 from tests.errors.steering import STEERING
 from tests.errors.steering_calls import STEERING_CALLS
 from tests.errors.sweeps import SWEEPS
@@ -243,7 +244,7 @@ OTHERS = [
 ]
 
 CASES = REQUESTS + ATTENTION + OTHERS + STEERING + STEERING_CALLS + FILES + CONSUMERS + PROJECT
-CASES += FEATURES + LEARNING + PROBES + EARLY_STOP
+CASES += FEATURES + LEARNING + PROBES + EARLY_STOP + RUNNING
 CASES += FILESYSTEM + LENS + TOOLKIT + FOCUS + LENSES + DATASETS + SWEEPS + EASYSTEER + ANALYZERS
 CASES += RULES + CONVERTING + HOTWIRE + INTERP
 

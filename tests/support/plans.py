@@ -18,6 +18,7 @@ from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import SteeringConfig
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.resolve import resolve, without_plan_fields
 from vllm.v1.interventions.plan import (
@@ -80,6 +81,10 @@ def with_layers(shape: TapShape, numbers: Iterable[int], **fields: Any) -> TapSh
 
 
 VECTOR = [1.0, -2.0, 0.5, 3.0]
+
+
+NOBODY = OutputProcessor(None, log_stats=False)
+"""The requests of a frontend that has none."""
 
 
 def config_of(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.plans import PARALLEL, SHAPE, VECTOR, config_of, plan_of, steering_of
+from tests.support.plans import NOBODY, PARALLEL, SHAPE, VECTOR, config_of, plan_of, steering_of
 from vllm.config.points import STREAM_POINTS
 from vllm.entrypoints.serve.steering import api_router
 from vllm.v1.interventions.calls import SteeringCall
@@ -135,11 +135,11 @@ class Several:
 def test_operations_of_all_requests_need_servers_that_ask() -> None:
     """Each server asks for what others set if default modules are on; else it would not know."""
     config = config_of(steering_families=["add", "pin"])
-    steering = AsyncSteering(config, ModuleCatalog(config), Several())  # type: ignore[arg-type]
+    steering = AsyncSteering(config, ModuleCatalog(config), Several(), NOBODY)  # type: ignore[arg-type]
     with pytest.raises(InterventionError, match=r"^ops: with several API servers"):
         asyncio.run(steering.set_tiers({"ops": [PIN]}))
     config.steering_config.default_steering_modules = ["any"]
-    steering = AsyncSteering(config, ModuleCatalog(config), Several())  # type: ignore[arg-type]
+    steering = AsyncSteering(config, ModuleCatalog(config), Several(), NOBODY)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="call_utility"):  # it goes on to the engines
         asyncio.run(steering.set_tiers({"ops": [PIN]}))
 
@@ -185,7 +185,9 @@ class Engines:
 
 def test_frontends_tell_the_modules_that_any_has_registered() -> None:
     engines: Any = Engines()
-    one, other = (AsyncSteering(config_of(), ModuleCatalog(config_of()), engines) for _ in "ab")
+    one, other = (
+        AsyncSteering(config_of(), ModuleCatalog(config_of()), engines, NOBODY) for _ in "ab"
+    )
 
     def endpoint(read: Any) -> Any:
         engine = SimpleNamespace(vllm_config=config_of(), steering=other)
@@ -213,7 +215,7 @@ def test_a_change_is_known_here_whoever_waits_for_it() -> None:
     """A caller that goes away between the phases leaves frontend and engines alike."""
     engines: Any = Engines()
     engines.client_count = 1
-    steering = AsyncSteering(config_of(), ModuleCatalog(config_of()), engines)
+    steering = AsyncSteering(config_of(), ModuleCatalog(config_of()), engines, NOBODY)
 
     async def leave() -> None:
         task = asyncio.create_task(steering._make(steering._changes.register("calm", CALM)))

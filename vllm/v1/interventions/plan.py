@@ -124,6 +124,18 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     """Number of weights of attention that are made, or gone through, of a focused position for each
     key up to it."""
 
+    @property
+    def module_digests(self) -> set[str]:
+        """The digests of the vector sets of `sums` that are not in `sets`."""
+        used = {digest for vector_sum in self.sums for digest, _ in vector_sum.sets}
+        return used - {vector_set.digest for vector_set in self.sets}
+
+
+def plain_plan(num_prompt_tokens: int) -> SteeringPlan:
+    """The plan of a request that says nothing: the global tiers alone."""
+    segments = [Segment(first, UNSTEERED, UNSTEERED) for first in (0, num_prompt_tokens)]
+    return SteeringPlan(segments, inherit=True)
+
 
 class Stream(msgspec.Struct, frozen=True):
     """Rows that leave the device together: made alike of rows of one kind, for one process."""

@@ -7,8 +7,11 @@ from http import HTTPStatus
 from typing import NoReturn
 
 from fastapi import HTTPException, Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm import envs
+from vllm.v1.interventions.frontend.results.going_on import CLIENT
 
 HEADER = "X-Steering-Key"
 """The header that a key is sent in."""
@@ -55,6 +58,19 @@ class SteeringAccess:
         # All of them, so that the time does not say which one was nearly right.
         if not any([secrets.compare_digest(digest, known) for known in self._digests]):
             _forbid("the key is none of those that may change steering")
+
+
+class ClientDigest:
+    """ASGI middleware that says, to all that is done for a request, which client it is of: a digest
+    of the key that it shows. One request changes another only if both are of one client."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            CLIENT.set(_digest(Headers(scope=scope).get("Authorization", "")))
+        await self._app(scope, receive, send)
 
 
 def _digest(key: str) -> bytes:

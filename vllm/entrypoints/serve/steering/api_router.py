@@ -16,15 +16,16 @@ from vllm import envs
 from vllm.config.compat import LENS
 from vllm.entrypoints.serve.steering.lens_routes import router as lens_router
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.errors import reject, show_key
 from vllm.v1.interventions.frontend.control.steering import AsyncSteering
+from vllm.v1.interventions.plan import STEERING_FIELDS
 from vllm.v1.steering.modules import FIELDS, need_module_name
 
-from .access import SteeringAccess
+from .access import ClientDigest, SteeringAccess
 from .capture_router import router as capture_router
 from .packed import read_rules
 from .playground_router import playground_router
-from .protocol import SET_FIELDS, flag_of, module_of, read_body, tiers_of
+from .protocol import SET_FIELDS, fields_of, flag_of, module_of, read_body, tiers_of
 from .sweep_router import router as sweep_router
 
 router = APIRouter(prefix="/v1/steering", tags=["steering"])
@@ -177,9 +178,32 @@ async def set_rules(request: Request) -> dict[str, Any]:
     return {"rules": [rule["name"] for rule in await steering.rules()]}
 
 
+@router.post("/requests/{request_id}")
+async def change(request: Request, request_id: str) -> dict[str, Any]:
+    """Change the steering of a running request, of its own client; return the position from which
+    on it acts of each completion of each prompt, those left out that ended before."""
+    body = await read_body(request, STEERING_FIELDS)
+    steering = _engine(request).steering
+    read = _engine(request).input_processor.plan_threads.run
+    fields = await read(fields_of, body)
+    changed, missing = [], f"no request of yours is running under the id {show_key(request_id)}"
+    for one in steering.ids(request_id):
+        prompt = int(one.removeprefix(f"{request_id}-")) if one != request_id else 0
+        try:
+            found = await steering.change(one, fields)
+        except LookupError as error:
+            missing = str(error)
+            continue
+        changed += [{"prompt": prompt, "completion": i, "position": found[i]} for i in found]
+    if not changed:
+        raise HTTPException(HTTPStatus.NOT_FOUND.value, detail=missing)
+    return {"id": request_id, "changed": changed}
+
+
 def attach_router(app: FastAPI) -> None:
     """Add the endpoints of steering and capture to a server's app."""
     args = app.state.args
+    app.add_middleware(ClientDigest)
     has_api_key = any(args.api_key or [envs.VLLM_API_KEY])
     app.state.steering_access = SteeringAccess(args.steering_api_key, bearer=not has_api_key)
     app.include_router(router)

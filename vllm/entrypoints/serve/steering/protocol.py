@@ -10,9 +10,10 @@ from fastapi import HTTPException, Request
 
 from vllm.v1.interventions.errors import reject, show, unknown_keys
 from vllm.v1.interventions.given import Given
-from vllm.v1.interventions.plan import TIERS
+from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS
 from vllm.v1.steering.modules import FIELDS
 
+from .body import READERS
 from .packed import read_ops, read_vectors
 
 if TYPE_CHECKING:
@@ -92,6 +93,16 @@ def tiers_of(body: Mapping[str, Any]) -> dict[str, Any]:
     }
     ops = {"ops": read_ops(body["ops"], "ops")} if body.get("ops") is not None else {}
     return tiers | ops
+
+
+def fields_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a body that steer, as `SamplingParams` takes them.
+
+    Raises:
+        ValueError: a packed array cannot be read.
+    """
+    given = {name: body[name] for name in STEERING_FIELDS if body.get(name) is not None}
+    return {name: READERS[name](value, name) for name, value in given.items()}
 
 
 def flag_of(body: Mapping[str, Any], field: str) -> bool:

@@ -84,9 +84,7 @@ class ModuleSets:
         """
         if plan is None or plan.steering is None:
             return plan
-        given = {vector_set.digest for vector_set in plan.steering.sets}
-        wanted = {d for vector_sum in plan.steering.sums for d, _ in vector_sum.sets} - given
-        if not wanted:
+        if not (wanted := plan.steering.module_digests):
             return plan
         # Looked up once: another thread may drop one.
         found = {digest: self._sets.get(digest) for digest in sorted(wanted)}

@@ -56,19 +56,24 @@ class RequestInterventions:
         self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
         self.last_run = (self.wanted.runs() or [(0, 0)])[-1]
         """The last of the runs of `wanted`: what most tokens are looked up in, without a call."""
-        begun = self.plan.begun
+        begun, steering = self.plan.begun, self.plan.steering
         self._next_row = 0 if begun is None else begun.rows
+        self._decides = sys.maxsize
+        """The position at which gates that are decided once are decided again: an answer that goes
+        on has rows of its own, where nothing is decided yet."""
+        if begun and steering and any(program.decides for program in steering.programs):
+            self._decides = num_prompt_tokens - 1
 
     def cache_hit_limit(self) -> int:
         """Most tokens that may come from the prefix cache: cached positions are not computed, so
         the lowest selected position not yet delivered must lie behind them."""
         first = self.wanted.first_from(self._next_row)
         if first is None:
-            return sys.maxsize
+            return self._decides
         if first < self._summed.stop:
             # A sum that was begun begins anew: the steps will be others.
-            return min(first, self._summed.flat()[0])
-        return first
+            first = min(first, self._summed.flat()[0])
+        return min(first, self._decides)
 
     def needs_computed(self, start: int, num_tokens: int | None) -> bool:
         """Tell whether a row is wanted of the `num_tokens` from `start` on, which a KV connector

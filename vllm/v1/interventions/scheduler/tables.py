@@ -26,11 +26,10 @@ from vllm.v1.interventions.plan import (
     CapturePlan,
     Plan,
     Program,
-    Segment,
     Site,
-    SteeringPlan,
     Stream,
     VectorSum,
+    plain_plan,
 )
 from vllm.v1.interventions.scheduler.pools import Pool, VectorSets
 from vllm.v1.interventions.terms import Term
@@ -117,7 +116,7 @@ class Tables:
         Args:
             tiers: whether there are global tiers.
         """
-        steering, capture = plan.steering or _plain_plan(num_prompt_tokens), plan.capture
+        steering, capture = plan.steering or plain_plan(num_prompt_tokens), plan.capture
         segments, inherit = steering.segments, steering.inherit
         alone = GLOBALS_ALONE if inherit and tiers else NOTHING
         slots = [
@@ -192,9 +191,3 @@ def _sum_key(digest: str, inherit: bool) -> str:
 def _own_key(request_id: str, digest: str) -> str:
     """The digest of a content that is the request's own."""
     return f"{request_id}:{digest}" if digest != UNSTEERED else UNSTEERED
-
-
-def _plain_plan(num_prompt_tokens: int) -> SteeringPlan:
-    """The plan of a request that says nothing: the global tiers alone."""
-    segments = [Segment(first, UNSTEERED, UNSTEERED) for first in (0, num_prompt_tokens)]
-    return SteeringPlan(segments, inherit=True)

@@ -237,6 +237,19 @@ class SteeringClient(_Settings):
         """
         self._call(Call("POST", "/rules", {"rules": list(rules)}))
 
+    def change(self, answer_id: str, **fields: Any) -> list[dict[str, int]]:
+        """Change the steering of a request that is being answered.
+
+        Args:
+            answer_id: the answer's id, as its first chunk has it.
+            fields: those that steer, in the place of all that the request said; none for none.
+
+        Returns:
+            The prompt, completion and position from which on it acts, of each completion that goes
+            on.
+        """
+        return list(self._call(Call("POST", f"/requests/{answer_id}", fields))["changed"])
+
     def complete(self, prompt: Any, **fields: Any) -> Answer:
         """Generate completions.
 
@@ -342,6 +355,11 @@ class AsyncSteeringClient(_Settings):
     async def set_rules(self, rules: Sequence[Mapping[str, Any]]) -> None:
         """Set the rules that hold for all requests, as `SteeringClient.set_rules`."""
         await self._call(Call("POST", "/rules", {"rules": list(rules)}))
+
+    async def change(self, answer_id: str, **fields: Any) -> list[dict[str, int]]:
+        """Change the steering of a running request, as `SteeringClient.change`."""
+        changed = await self._call(Call("POST", f"/requests/{answer_id}", fields))
+        return list(changed["changed"])
 
     async def complete(self, prompt: Any, **fields: Any) -> Answer:
         """Generate completions, as `SteeringClient.complete`."""

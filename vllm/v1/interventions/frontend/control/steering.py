@@ -6,6 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -15,6 +16,7 @@ from vllm.v1.engine.core_client import InprocClient, SyncMPClient
 from vllm.v1.interventions.calls import SteeringCall
 from vllm.v1.interventions.errors import InterventionError, reject
 from vllm.v1.interventions.frontend.control.changes import ChangeBuilder
+from vllm.v1.interventions.frontend.control.running import ID, RunningRequests
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.global_state import Change
 from vllm.v1.steering.modules import Module, Told
@@ -22,6 +24,7 @@ from vllm.v1.steering.modules import Module, Told
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+    from vllm.v1.engine.output_processor import OutputProcessor
 
 BUSY_SECONDS = 60.0
 """Seconds to wait for another frontend's change before giving up."""
@@ -49,9 +52,12 @@ def _decoded(told: dict[str, bytes]) -> dict[str, Any]:
 class _Known:
     """Global state as far as this frontend knows it without a question."""
 
-    def __init__(self, config: "VllmConfig", catalog: ModuleCatalog) -> None:
+    def __init__(
+        self, config: "VllmConfig", catalog: ModuleCatalog, processor: "OutputProcessor"
+    ) -> None:
         self._changes = ChangeBuilder(config, catalog)
         self._catalog = catalog
+        self._running = RunningRequests(config, catalog, processor)
 
     def module(self, name: str) -> Module:
         """Return the module registered under a name, to save or export (vllm.v1.steering.files)."""
@@ -218,12 +224,48 @@ class AsyncSteering(_Coroutines):
     """Global steering of an `AsyncLLM`: the methods of `Steering` as coroutines. With several
     data-parallel engines all make a change or none does."""
 
-    def __init__(self, config: "VllmConfig", catalog: ModuleCatalog, core: "AsyncMPClient") -> None:
-        super().__init__(config, catalog)
+    def __init__(
+        self,
+        config: "VllmConfig",
+        catalog: ModuleCatalog,
+        core: "AsyncMPClient",
+        processor: "OutputProcessor",
+    ) -> None:
+        super().__init__(config, catalog, processor)
         self._core = core
         changes = config.steering_config.enable_steering or config.capture_config.enabled
         self._shared = changes and core.client_count > 1
         catalog.refresh = self.refresh
+
+    async def change(self, request_id: str, fields: Mapping[str, Any]) -> dict[int, int]:
+        """Change the steering of a running request, while its answer goes on.
+
+        What it has from now on takes the place of all that its own fields said; its rows so far,
+        its capture and its rules stay. The token that is being computed comes as it would have;
+        the change acts from the row of the last token given out on. The engine computes what
+        the prefix cache does not have of the request once more.
+
+        Args:
+            request_id: as it was given to `generate`.
+            fields: fields of `SamplingParams` that steer, by name; {} for no steering.
+
+        Returns:
+            Completion -> the position from which on it acts, without those that ended before.
+
+        Raises:
+            ValueError: it cannot be changed exactly, or a field is wrong.
+            LookupError: no such request of this client is running, or it ended meanwhile.
+        """
+        if self._core.client_count > 1:
+            reject(ID, "is known to one of several API servers; start the server with one")
+        found = self._running.find(request_id)
+        joined = await self._work(self._running.joined, found, fields)
+        return await asyncio.wrap_future(self._running.ask(found, joined))
+
+    def ids(self, known: str) -> list[str]:
+        """Return the ids of the requests that an answer over HTTP, of the id `known`, is made
+        of."""
+        return self._running.ids(known)
 
     async def _call(self, call: SteeringCall) -> Replies:
         if call.phase == "news":
@@ -242,9 +284,13 @@ class _Direct(_Coroutines):
     """Coroutines that never wait for an event loop: one engine, and the caller's thread."""
 
     def __init__(
-        self, config: "VllmConfig", catalog: ModuleCatalog, core: "EngineCoreClient"
+        self,
+        config: "VllmConfig",
+        catalog: ModuleCatalog,
+        core: "EngineCoreClient",
+        processor: "OutputProcessor",
     ) -> None:
-        super().__init__(config, catalog)
+        super().__init__(config, catalog, processor)
         self._core = core
 
     async def _call(self, call: SteeringCall) -> Replies:
@@ -278,10 +324,23 @@ class Steering(_Known):
     """
 
     def __init__(
-        self, config: "VllmConfig", catalog: ModuleCatalog, core: "EngineCoreClient"
+        self,
+        config: "VllmConfig",
+        catalog: ModuleCatalog,
+        core: "EngineCoreClient",
+        processor: "OutputProcessor",
     ) -> None:
-        super().__init__(config, catalog)
-        self._direct = _Direct(config, catalog, core)
+        super().__init__(config, catalog, processor)
+        self._direct = _Direct(config, catalog, core, processor)
+
+    def change(self, request_id: str, fields: Mapping[str, Any]) -> Future[dict[int, int]]:
+        """Change the steering of a running request, as `AsyncSteering.change` does.
+
+        Returns:
+            What that returns, once the engine has stepped on.
+        """
+        found = self._running.find(request_id)
+        return self._running.ask(found, self._running.joined(found, fields))
 
     set = _blocking(_Coroutines.set)
     set_tiers = _blocking(_Coroutines.set_tiers)

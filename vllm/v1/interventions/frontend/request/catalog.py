@@ -11,6 +11,7 @@ from vllm.v1.features.autoencoder import opened
 from vllm.v1.interventions.frontend.request.memo import CaptureMemo, VectorMemo
 from vllm.v1.interventions.given_rules import GivenRule
 from vllm.v1.interventions.global_state import Change, Globals, startup_state
+from vllm.v1.interventions.plan import SteeringPlan, VectorSet
 from vllm.v1.steering.modules import Module, need_module
 
 if TYPE_CHECKING:
@@ -90,6 +91,15 @@ class ModuleCatalog:
     def get(self, name: Any, path: str) -> Module:
         """The module of a name. Raises ValueError if there is none, naming `path`."""
         return need_module(self.state.modules, name, path)
+
+    def sets_of(self, steering: SteeringPlan | None) -> dict[str, VectorSet]:
+        """The vector sets of modules that a plan refers to, by digest, without those that no name
+        has any more."""
+        if steering is None or not (wanted := steering.module_digests):
+            return {}
+        modules = [*self.state.modules.values(), *self.state.ops.values()]
+        sets = [vector_set for module in modules for vector_set in module.phases.values()]
+        return {each.digest: each for each in sets if each.digest in wanted}
 
     def told(self) -> dict[str, bytes]:
         """Return `Module.told` of each module, by name, sorted."""

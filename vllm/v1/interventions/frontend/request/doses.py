@@ -4,20 +4,23 @@
 from collections.abc import Iterator
 
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.plan import CapturePlan, Site, SteeringPlan
+from vllm.v1.interventions.plan import CapturePlan, Site
 
 
-def need_known_doses(capture: CapturePlan, steering: SteeringPlan | None) -> None:
+def need_known_doses(capture: CapturePlan, op_sites: list[tuple[Site, list[int]]]) -> None:
     """Check a request whose doses are captured, or judged by rules.
 
     An operation changes a row by what it reads there, and the row before it is kept nowhere.
 
+    Args:
+        op_sites: those of the request's operations, as in `SteeringPlan`.
+
     Raises:
         ValueError: an operation acts where a dose is asked for.
     """
-    if steering is None or not steering.op_sites:
+    if not op_sites:
         return
-    acting = {site for site, _ in steering.op_sites}
+    acting = {site for site, _ in op_sites}
     for path, sites in _dosed(capture):
         if met := acting.intersection(sites):
             point, layer = min(met)

@@ -214,7 +214,7 @@ def resolve(
             _charge_chunks(capture, prompt)
         if capture is not None:
             _charge_texts(capture, prompt)
-            need_known_doses(capture, steering)
+            need_known_doses(capture, [] if steering is None else steering.op_sites)
     plan = Plan(steering=steering, capture=capture)
     # Each completion is sent its own. All that is in it counts, whichever field it is of.
     work.charge(n * len(msgspec.msgpack.encode(plan)) >> 10, Unit.KILOBYTE, field)

@@ -90,29 +90,39 @@ def refuse_beside_forcing(
     if rule is None:
         return
     masks = config.model_config is not None and config.model_config.return_sampling_mask
-    refused = [
+    forced = [
         ("logprobs", params.logprobs is not None, "tokens that are forced have none"),
         ("logprob_token_ids", params.logprob_token_ids is not None, "forced tokens have none"),
-        ("structured_outputs", params.structured_outputs is not None, "a grammar may forbid them"),
-        ("prompt", bool(prompt.media.items), "images and embeddings are sent once"),
-        ("kv_transfer_config", config.kv_transfer_config is not None, "it loads a prompt once"),
         ("return_sampling_mask", masks, "tokens that are forced have none"),
+    ]
+    whose = "the operator's rule" if rule.for_all else "rule"
+    for path, is_given, why in forced + sent_once(plan, params, bool(prompt.media.items), config):
+        if is_given:
+            reject(path, f"cannot be used beside {whose} {rule.name!r}, which forces tokens: {why}")
+
+
+def sent_once(
+    plan: CapturePlan | None, params: SamplingParams, has_media: bool, config: "VllmConfig"
+) -> list[tuple[str, bool, str]]:
+    """Return what cannot be had of an answer whose request is sent anew while it runs: a field or
+    option, whether it is given, and why."""
+    found = [
+        ("structured_outputs", params.structured_outputs is not None, "a grammar goes on alone"),
+        ("prompt", has_media, "images and embeddings are sent once"),
+        ("kv_transfer_config", config.kv_transfer_config is not None, "it loads a prompt once"),
         (
             "enable_return_routed_experts",
             config.aux_output_config.enable_return_routed_experts,
             "experts of what was cut would be among them",
         ),
     ]
-    for name, selection in plan.consumers.items():
+    for name, selection in () if plan is None else plan.consumers.items():
         path = f"capture.{name}"
-        refused += [
+        found += [
             (path, not is_inline(name), "it has rows of what is cut; capture inline"),
             (path, selection.making.adds_up, "a sum has rows of what is cut; capture the rows"),
         ]
-    whose = "the operator's rule" if rule.for_all else "rule"
-    for path, is_given, why in refused:
-        if is_given:
-            reject(path, f"cannot be used beside {whose} {rule.name!r}, which forces tokens: {why}")
+    return found
 
 
 def _direction(name: Any, path: str, site: Site, *, catalog: ModuleCatalog, prompt: Prompt) -> Any:

@@ -30,7 +30,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.interventions.calls import CaptureCall, CaptureEnd
 from vllm.v1.interventions.frontend.request.capture import check_global
 from vllm.v1.interventions.frontend.results.collector import ALL_ROWS, RowCollector
-from vllm.v1.interventions.frontend.results.going_on import SentRequest
+from vllm.v1.interventions.frontend.results.going_on import SentRequests
 from vllm.v1.interventions.frontend.results.hold import OutputHold
 from vllm.v1.interventions.frontend.results.inbox import RowInbox
 from vllm.v1.interventions.frontend.results.watch import RuleWatches
@@ -42,6 +42,7 @@ from vllm.v1.steering.rule_files import read_webhook
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
     from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.interventions.frontend.results.link import CaptureLink
@@ -232,14 +233,13 @@ class CaptureOutputs:
 
     Args:
         link: to the engine core, and back into this frontend's stream of outputs.
-        tokenizer: None with `skip_tokenizer_init`.
+        inputs: of the frontend, with its tokenizer and the modules that requests may name.
     """
 
-    def __init__(
-        self, config: "VllmConfig", link: "CaptureLink", tokenizer: TokenizerLike | None
-    ) -> None:
-        self.link, self.texts = link, _Texts(tokenizer)
+    def __init__(self, config: "VllmConfig", link: "CaptureLink", inputs: "InputProcessor") -> None:
+        self.link, self.texts = link, _Texts(inputs.tokenizer)
         self._model_config = config.model_config
+        self.sent = SentRequests(link, inputs.modules, config.steering_config)
         self.hosted = HostedConsumers("capture-rows")
         # When the engine is collected or the program ends: hosts hold nothing that holds this.
         self._finalizer = weakref.finalize(self, self.hosted.shutdown)
@@ -257,8 +257,6 @@ class CaptureOutputs:
         self.webhook = None if settings is None else Webhook(settings)
         self.rules = RuleWatches(self.webhook)
         self.layers = {} if config.tap_shape is None else config.tap_shape.layers
-        self._sent: weakref.WeakValueDictionary[str, SentRequest] = weakref.WeakValueDictionary()
-        """Requests that may be sent again, by id."""
         self._open: dict[str, CompletionCapture] = {}
         """Captures with consumers whose results are not all in, by request."""
         self._ready: list[RequestOutput] = []
@@ -273,11 +271,17 @@ class CaptureOutputs:
     def open(self, state: "RequestState", request: EngineCoreRequest) -> None:
         """Give a completion that is about to start its capture and rules, if it has some; with
         consumers, its outputs go by way of an `OutputHold`."""
-        if request.plan is None or request.plan.capture is None:
-            return
+        if request.plan is not None and request.plan.capture is not None:
+            self._open_capture(state, request, request.plan.capture)
+        self.sent.open(state, request)
+
+    def _open_capture(
+        self, state: "RequestState", request: EngineCoreRequest, plan: CapturePlan
+    ) -> None:
+        assert request.plan is not None
         parent = state.parent_req
         plan = msgspec.structs.replace(
-            request.plan.capture,
+            plan,
             num_samples=parent.n if parent is not None else 1,
             sample=state.request_index,
             external_id=parent.external_req_id if parent is not None else state.external_req_id,
@@ -291,9 +295,6 @@ class CaptureOutputs:
             min(state.max_tokens_param or 0, self._model_config.max_model_len - state.prompt_len),
             partial(texts_of, weakref.ref(state)),
         )
-        if plan.forces:
-            assert not isinstance(state.queue, OutputHold)
-            state.sent = self._sent[request.request_id] = SentRequest(request, state.queue)
         if not plan.consumers:
             return
         hold = self._hold(state)
@@ -321,8 +322,8 @@ class CaptureOutputs:
 
     def handle_output(self, output: EngineCoreOutput) -> bool:
         """Take rows of several requests, or results of consumers. Whether `output` is only that."""
-        if output.events is not None and (sent := self._sent.get(output.request_id)) is not None:
-            sent.came(output)
+        if output.events is not None:
+            self.sent.came(output)
         if output.captured:
             self.inbox.add(output.captured)
             self.rules.add(output.captured)
@@ -344,20 +345,15 @@ class CaptureOutputs:
         return True
 
     def goes_on(self, processor: "OutputProcessor", state: "RequestState") -> bool:
-        """Tell whether a rule cut an answer that goes on; if so, send its request anew."""
-        rows = None if state.rules is None else state.rules.goes_on()
-        if rows is None or state.sent is None:
+        """Tell whether an answer was cut or is steered otherwise, and goes on; if so, send its
+        request anew."""
+        old, rows = state.request_id, self.sent.goes_on(processor, state)
+        if rows is None:
             return False
-        assert state.detokenizer is not None
-        sent, old = state.sent, state.request_id
-        request = sent.again(state.detokenizer.output_token_ids, rows)
-        new = request.request_id
-        self._sent[new] = self._sent.pop(old)
-        self.rules.rename(old, new)
+        if state.rules is not None:
+            self.rules.rename(old, state.request_id)
         if state.capture is not None:
-            state.capture.go_on(new, rows)
-        sent.rename(processor, state, new)
-        self.link.add(request, lambda: new in processor.request_states)
+            state.capture.go_on(state.request_id, rows)
         return True
 
     def count(self, results: Iterable[ConsumerResult]) -> None:

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running requests, whose steering may be changed by who sent them."""
+
+import copy
+from collections.abc import Mapping
+from concurrent.futures import Future
+from secrets import compare_digest
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm.v1.interventions.errors import reject, show_key, unknown_keys
+from vllm.v1.interventions.frontend.request.budget import Unit, Work
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.request.doses import need_known_doses
+from vllm.v1.interventions.frontend.request.joined import Joined
+from vllm.v1.interventions.frontend.request.prompt import Prompt
+from vllm.v1.interventions.frontend.request.resolve import need_steering
+from vllm.v1.interventions.frontend.request.rules import sent_once
+from vllm.v1.interventions.frontend.request.steering import steering_plan
+from vllm.v1.interventions.frontend.results.going_on import CLIENT, NewSteering, SentRequest
+from vllm.v1.interventions.given import Given
+from vllm.v1.interventions.plan import INHERIT, STEERING_FIELDS, plain_plan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+ID = "request_id"
+"""The field that errors about a running request name."""
+
+COMPLETIONS = "cmpl-"
+"""Start of the ids of answers that may be to several prompts: the number of each follows."""
+
+
+class Running:
+    """One completion of a running request."""
+
+    def __init__(self, state: "RequestState", sent: SentRequest) -> None:
+        self.sent, self.sample, self.parent = sent, state.request_index, state.parent_req
+        self.prompt: list[int] = list(state.prompt_token_ids or [])
+
+
+class RunningRequests:
+    """The running requests of one frontend.
+
+    Args:
+        modules: those that requests may name.
+        processor: has the requests.
+    """
+
+    def __init__(
+        self, config: "VllmConfig", modules: ModuleCatalog, processor: "OutputProcessor"
+    ) -> None:
+        self._config, self._modules, self._processor = config, modules, processor
+
+    def ids(self, known: str) -> list[str]:
+        """The ids of the requests of an answer, which is one or several prompts of a body.
+
+        Args:
+            known: the answer's id, as its client has it.
+        """
+        others = self._processor.external_req_ids
+        if not known.startswith(COMPLETIONS):
+            return [known]
+        start = f"{known}-"
+        return [each for each in others if each.startswith(start) and each[len(start) :].isdigit()]
+
+    def find(self, request_id: str) -> list[Running]:
+        """Return the completions of a request, of those that its own client asks for.
+
+        Raises:
+            LookupError: there are none.
+            ValueError: nothing can be changed of it, or another change of it is under way.
+        """
+        need_steering(self._config, ID)
+        ids = self._processor.external_req_ids.get(request_id, [])
+        states = [self._processor.request_states.get(each) for each in ids]
+        found = [
+            Running(state, state.sent)
+            for state in states
+            if state is not None
+            and state.sent is not None
+            and compare_digest(state.sent.client, CLIENT.get())
+        ]
+        if not found:
+            raise LookupError(f"no request of yours is running under the id {show_key(request_id)}")
+        if len(found) > 1 and (found[0].parent is None or len({r.parent for r in found}) > 1):
+            reject(ID, "is the id of several running requests; give each an id of its own")
+        for running in found:
+            sent = running.sent
+            refused = sent_once(sent.plan.capture, sent.params, sent.has_media, self._config)
+            for path, is_given, why in refused:
+                if is_given:
+                    reject(path, f"of a running request is in the way of a change: {why}")
+            if sent.is_asked:
+                reject(ID, "is being changed already; wait for the answer to that")
+        return found
+
+    def joined(self, found: list[Running], fields: Mapping[str, Any]) -> list[Joined]:
+        """Read what completions of a request are to have from now on, and join it with what they
+        have; in a thread, as it may take long.
+
+        Args:
+            fields: fields of `SamplingParams` that steer, by name.
+
+        Raises:
+            ValueError: with the path of the field, see docs/errors.md.
+        """
+        Given(fields, "body").mapping()
+        if unknown := unknown_keys(fields, STEERING_FIELDS):
+            reject(unknown[0], f"cannot be changed; what can is {', '.join(STEERING_FIELDS)}")
+        work = Work(self._config.steering_config.max_request_work, len(found))
+        path = next((name for name in STEERING_FIELDS if fields.get(name) is not None), ID)
+        made: dict[int, Joined] = {}
+        for running in found:
+            steering = running.sent.plan.steering
+            if id(steering) not in made:
+                made[id(steering)] = self._joined(running, fields, path, work)
+        return [made[id(running.sent.plan.steering)] for running in found]
+
+    def _joined(self, running: Running, fields: Mapping[str, Any], path: str, work: Work) -> Joined:
+        sent, prompt = running.sent, running.prompt
+        before = sent.plan.steering or plain_plan(len(prompt))
+        params = copy.copy(sent.params)
+        for name in STEERING_FIELDS:
+            setattr(params, name, fields.get(name))
+        setattr(params, INHERIT, before.inherit)
+        assert params.max_tokens is not None
+        seen = Prompt(prompt, params.max_tokens, self._processor.tokenizer, work)
+        shape = need_steering(self._config, path)
+        config = self._config.steering_config
+        after = steering_plan(params, seen, config, shape, self._modules)
+        if any(program.decides for program in after.programs):
+            reject(
+                path,
+                "has a gate that is decided at the last token of the prompt, which was computed "
+                'before; have it decided at each row, with "when": "row"',
+            )
+        num_bytes = sum(len(msgspec.msgpack.encode(plan)) for plan in (before, after))
+        work.charge(work.n * num_bytes >> 10, Unit.KILOBYTE, path)
+        joined = Joined(before, after, self._modules.sets_of(after), path, work)
+        if sent.plan.capture is not None:
+            need_known_doses(sent.plan.capture, joined.op_sites)
+        return joined
+
+    def ask(self, found: list[Running], joined: list[Joined]) -> Future[dict[int, int]]:
+        """Have completions steered otherwise from their next outputs on; the future has the
+        position of each from which it acts, those left out that ended before.
+
+        Raises:
+            ValueError: another change came in between.
+        """
+        if any(running.sent.is_asked for running in found):
+            reject(ID, "is being changed already; wait for the answer to that")
+        change = NewSteering({running.sample for running in found})
+        for running, each in zip(found, joined, strict=True):
+            running.sent.ask(each, change, running.sample)
+        return change.future
