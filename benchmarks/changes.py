@@ -36,7 +36,7 @@ def start(args: argparse.Namespace) -> Any:
 
     options = common_options(args) | {"load_format": "dummy", "enable_prefix_caching": True}
     steering = {"enable_steering": True, "max_steering_configs": 32 * args.batch}
-    llm = LLM(str(args.model), **options, **steering, max_model_len=4096)
+    llm = LLM(str(args.model), **options, **steering, max_model_len=args.prompt + args.tokens)
     random = np.random.default_rng(0)
     for name in NAMES:
         vectors = {
@@ -61,7 +61,7 @@ def measure(llm: Any, args: argparse.Namespace, changes: bool) -> tuple[float, f
         max_tokens=args.tokens, ignore_eos=True, temperature=0.0, steering_modules=NAMES[:1]
     )
     for i in range(args.batch):
-        prompt = random.integers(0, 1000, args.prompt).tolist()
+        prompt = random.integers(0, 100, args.prompt).tolist()
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     begun = time.perf_counter()
     ended: dict[str, float] = {}

@@ -220,8 +220,8 @@ def test_many_changes_of_many_requests(llm: LLM) -> None:
             if left and len(output.outputs[0].token_ids) >= left[0][0] and name not in waiting:
                 ops = left.pop(0)[1]
                 if not output.finished:
-                    asked = {"steering": ops} if ops else {}
-                    waiting[name] = llm.steering.change(name, asked), ops
+                    new = {"steering": ops} if ops else {}
+                    waiting[name] = llm.steering.change(name, new), ops
         if not names and not engine.has_unfinished_requests():
             break
     assert sum(len(each) for each in said.values()) > 15 and not any(plans.values())
