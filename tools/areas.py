@@ -189,7 +189,7 @@ AREAS = (
     ),
     Area(
         "consumers",
-        budget=1227,  # results of streams made when they are read; features in files
+        budget=1228,  # results of streams made when they are read; keys for `kv_transfer_params`
         planned=1140,
         places=(
             "vllm/v1/capture/",
@@ -202,7 +202,7 @@ AREAS = (
     ),
     Area(
         "results",
-        budget=480,  # answers that go on; a webhook starts and ends with it
+        budget=494,  # answers that go on; a webhook; what `kv_transfer_params` get of results
         planned=230,
         places=("vllm/v1/interventions/frontend/results/",),
     ),
@@ -387,7 +387,7 @@ AREAS = (
     ),
     Area(
         "files and consumers",
-        budget=1875,  # features in files; rows of a byte a value
+        budget=1900,  # features in files; rows of a byte a value; the path that answers give
         planned=1700,
         places=(
             "vllm/v1/capture/consumers/",

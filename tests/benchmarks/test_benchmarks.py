@@ -101,6 +101,14 @@ def test_early_stop(config: str, tmp_path: Path) -> None:
     assert cases(tmp_path / "run.json") == {"whole", "stopped"}
 
 
+def test_draft_rows(config: str, tmp_path: Path) -> None:
+    """Upstream's arm pins memory, so it needs a GPU."""
+    small = ["--model", config, *SMALL, "--prompt", "16", "--requests", "2", "--cases", "ours"]
+    run("draft_rows", *small, "--files", str(tmp_path), "--json", str(tmp_path / "run.json"))
+    assert cases(tmp_path / "run.json") == {"ours"}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "arguments"),

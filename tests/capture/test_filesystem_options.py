@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.stored import started
+from tests.support.stored import publish, request, started
 from vllm.v1.capture.consumers.filesystem import FilesystemCaptureRequest, FilesystemConsumer
 
 pytestmark = pytest.mark.quick
@@ -27,6 +27,12 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"flush_seconds": "-1"}, "flush_seconds: must be a number from 0 to 3600, got '-1'"),
     ({"flush_seconds": "nan"}, "flush_seconds: must be a number"),
     ({"storage_options": "anon"}, "storage_options: must be a dict"),
+    ({"hidden_states_path": "yes"}, "hidden_states_path: must be true or false, got 'yes'"),
+    ({"hidden_states_path": True}, "needs layout=ehs and a local root, got layout=packed"),
+    (
+        {"hidden_states_path": "true", "layout": "ehs", "root": "memory://acts"},
+        "local root, got layout=ehs and 'memory://acts'",
+    ),
 ]
 
 
@@ -124,3 +130,15 @@ def test_wrong_requests() -> None:
             check(fields, "capture.filesystem")
         assert message in str(raised.value)
     assert spread(check, tag="2026-11-21") == {"tag": "2026-11-21"}
+
+
+@pytest.mark.parametrize(("given", "says"), [("true", True), (True, True), ("false", False)])
+def test_the_path_of_a_file(tmp_path: Path, given: Any, says: bool) -> None:
+    """Only where it is asked for, as clients see a path of the server; in one layout alone."""
+    with started(str(tmp_path), layout="ehs", hidden_states_path=given) as consumer:
+        payload, _ = publish(consumer, request(request_id="one"))
+        other, _ = publish(consumer, request(request_id="two", layout="packed"))
+    assert ("hidden_states_path" in payload) == says
+    assert "hidden_states_path" not in other
+    if says:
+        assert payload["hidden_states_path"] == str(tmp_path / payload["paths"][0])

@@ -159,6 +159,10 @@ class CaptureConsumer(ABC):
     takes: ClassVar[tuple[type[Making], ...]] = ()
     """Makings of several named fields that requests may ask of it, such as `Attention`."""
 
+    transfer_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of a payload that the answer's `kv_transfer_params` gets too, where other programs look
+    for them; of a request with one completion, whose payload is a mapping that has them."""
+
     capture: Mapping[str, Any] | None = None
     """The capture request of every request that does not name this consumer, such as
     `{"hooks": {"post_block": "all"}, "positions": "last_prompt"}`; None to capture nothing then."""

@@ -4,11 +4,10 @@
 The engine has reserved that memory when the request started.
 """
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from vllm.v1.capture.consumer import (
     RowBatch,
 )
 from vllm.v1.capture.consumers.filesystem import names
+from vllm.v1.capture.consumers.filesystem.checks import flag, need_json, number, one_of
 from vllm.v1.capture.consumers.filesystem.publication import (
     ON_COLLISION,
     CollisionError,
@@ -49,19 +49,17 @@ from vllm.v1.interventions.errors import (
     show,
 )
 from vllm.v1.interventions.makings import Making
-from vllm.v1.interventions.values import plain
-
-_T = TypeVar("_T", bound=str)
 
 APART_BYTES = 64 << 10
 """The average size in bytes from which a tensor's batches are written one by one; else joined."""
 
-MAX_METADATA = 16 << 10
-"""The most bytes of a request's metadata, as JSON."""
-
 LOCK = ".lock"
 """Suffix that upstream's reader appends to a file's path to find a lock, which is free from the
 start."""
+
+HIDDEN_STATES_PATH = "hidden_states_path"
+"""Key by which upstream's clients find the path of a file among an answer's
+`kv_transfer_params`."""
 
 _FIELDS = ("request_id", "tag", "layout", "metadata", "dtype")
 
@@ -71,6 +69,7 @@ class FilesystemConsumer(CaptureConsumer):
 
     location: ClassVar[Location] = "engine"
     takes: ClassVar[tuple[type[Making], ...]] = KEPT
+    transfer_keys: ClassVar[tuple[str, ...]] = (HIDDEN_STATES_PATH,)
 
     def __init__(
         self,
@@ -81,6 +80,7 @@ class FilesystemConsumer(CaptureConsumer):
         flush_seconds: float | str = 0.2,
         dtype: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        hidden_states_path: bool | str = False,
     ) -> None:
         """Check the options and open the store; nothing is written yet.
 
@@ -97,22 +97,30 @@ class FilesystemConsumer(CaptureConsumer):
             dtype: what rows are stored as by requests that do not choose: "int8" or "float8", with
                 a scale for each row; None for the model's dtype.
             storage_options: keywords of the fsspec file system.
+            hidden_states_path: whether payloads have the absolute path of the file, and so the
+                `kv_transfer_params` of answers. The layout must be "ehs", and the root local.
 
         Raises:
             ValueError: an option is not what it must be; the message names it.
         """
         if not isinstance(root, str) or not root:
             raise ValueError(f"root: must be a path or URL, got {root!r}")
-        self._layout: FileLayout = _one_of("layout", layout, LAYOUTS)
-        self._on_collision: OnCollision = _one_of("on_collision", on_collision, ON_COLLISION)
-        self._shard_max_bytes = int(_number("shard_max_bytes", shard_max_bytes, 1, 1 << 40))
-        self._flush_seconds = _number("flush_seconds", flush_seconds, 0, 3600)
-        self._dtype = None if dtype is None else _one_of("dtype", dtype, SMALL_DTYPES)
+        self._layout: FileLayout = one_of("layout", layout, LAYOUTS)
+        self._on_collision: OnCollision = one_of("on_collision", on_collision, ON_COLLISION)
+        self._shard_max_bytes = int(number("shard_max_bytes", shard_max_bytes, 1, 1 << 40))
+        self._flush_seconds = number("flush_seconds", flush_seconds, 0, 3600)
+        self._dtype = None if dtype is None else one_of("dtype", dtype, SMALL_DTYPES)
         if not isinstance(storage_options, Mapping | None):
             raise ValueError(
                 f"storage_options: must be a dict, got {type(storage_options).__name__}"
             )
         self._store = open_store(root, storage_options or {})
+        self._says_path = flag("hidden_states_path", hidden_states_path)
+        if self._says_path and not (layout == "ehs" and self._store.is_local):
+            raise ValueError(
+                "hidden_states_path: is the path of a file that upstream's `load_hidden_states` "
+                f"reads, so it needs layout=ehs and a local root, got layout={layout} and {root!r}"
+            )
         self._context: ConsumerContext | None = None
         self._shards: Shards | None = None
 
@@ -156,7 +164,7 @@ class FilesystemConsumer(CaptureConsumer):
                 "leave it out for the model's dtype",
             )
         if "metadata" in given:
-            given["metadata"] = _need_json(given["metadata"], f"{path}.metadata")
+            given["metadata"] = need_json(given["metadata"], f"{path}.metadata")
         return given
 
     def start(self, context: ConsumerContext) -> None:
@@ -269,7 +277,10 @@ class FilesystemConsumer(CaptureConsumer):
             path, lock = publication.folder + SUFFIX, publication.folder + SUFFIX + LOCK
             self._store.put(lock, [], replace=True)  # first: who sees the file opens it
             self._store.put(path, publication.stacked(), overwrite)
-            return [path, lock], publication.result(layout, [path, lock])
+            payload = publication.result(layout, [path, lock])
+            if self._says_path:
+                payload[HIDDEN_STATES_PATH] = self._store.full(path)
+            return [path, lock], payload
         files = publication.per_file()
         self._store.put_folder(publication.folder, files, overwrite)
         paths = [f"{publication.folder}/{name}" for name in files]
@@ -357,41 +368,3 @@ def _tensors(
             tensors[name + SCALE] = [scales for _, scales in packed]
         tensors |= {name: [table] for name, table in form.shared().items()}
     return tensors
-
-
-def _need_json(value: Any, path: str) -> dict[str, Any]:
-    """Return metadata as a file keeps them: a JSON object, keys made strings."""
-    if not isinstance(value, Mapping):
-        reject(path, f"must be a mapping, got {show(value)}")
-    try:
-        text = json.dumps(dict(value), default=_own, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        reject(path, f"cannot be kept as JSON: {str(error)[:200]}")
-    if len(text) > MAX_METADATA:
-        reject(path, f"has {len(text)} bytes as JSON, at most {MAX_METADATA} are kept")
-    made: dict[str, Any] = json.loads(text)
-    return made
-
-
-def _own(value: Any) -> Any:
-    made = plain(value)
-    if made is value:
-        raise TypeError(f"it has a {type(value).__name__}")
-    return made
-
-
-def _one_of(option: str, value: Any, allowed: Sequence[_T]) -> _T:
-    for known in allowed:
-        if value == known:
-            return known
-    raise ValueError(f"{option}: must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def _number(option: str, value: Any, least: float, most: float) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    if isinstance(value, bool) or not least <= number <= most:
-        raise ValueError(f"{option}: must be a number from {least} to {most}, got {value!r}")
-    return number

@@ -13,7 +13,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec.core
 from fsspec import AbstractFileSystem
@@ -33,6 +33,9 @@ class Store(ABC):
     All methods raise the store's `OSError`, and `FileExistsError` where `replace` is false and the
     path is taken.
     """
+
+    is_local: ClassVar[bool] = False
+    """True if other programs of this host open files by the path that `full` returns."""
 
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:
         self.fs = fs
@@ -104,6 +107,8 @@ class LocalStore(Store):
     the root no symbolic link is followed, so that nothing is written elsewhere: each folder is
     opened by its name in the one above, and used by its descriptor.
     """
+
+    is_local = True
 
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:
         super().__init__(fs, root)

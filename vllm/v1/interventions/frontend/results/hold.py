@@ -27,6 +27,8 @@ class OutputHold:
         self._held: list[RequestOutput] = []
         self.waits: dict[int, Callable[[], bool]] = {}
         """Index of the completion -> whether results of its capture are still to come."""
+        self.transfer: dict[str, Any] = {}
+        """Parameters out of results, which the last output has among its `kv_transfer_params`."""
 
     def put(self, output: Any) -> None:
         """Take an output, to be delivered in its time; an exception is delivered at once."""
@@ -44,5 +46,10 @@ class OutputHold:
             if any(waits() for waits in ended) or (output.finished and waiting):
                 waiting.append(output)
             else:
+                if output.finished and self.transfer:
+                    output.kv_transfer_params = {
+                        **(output.kv_transfer_params or {}),
+                        **self.transfer,
+                    }
                 self._deliver(output)
         self._held = waiting

@@ -8,7 +8,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -207,6 +207,11 @@ class CompletionCapture:
         self.pending_consumers.remove(result.consumer)
         self._outputs.count([result])
         self._results[result.consumer] = CaptureResult(result.status, result.error, result.payload)
+        if self._plan.num_samples == 1 and isinstance(result.payload, Mapping):
+            keys = self._outputs.transfer_keys[result.consumer]
+            self.hold.transfer |= {
+                key: result.payload[key] for key in keys if key in result.payload
+            }
 
 
 class _Texts:
@@ -243,6 +248,11 @@ class CaptureOutputs:
         self.hosted = HostedConsumers("capture-rows")
         # When the engine is collected or the program ends: hosts hold nothing that holds this.
         self._finalizer = weakref.finalize(self, self.hosted.shutdown)
+        self.transfer_keys = {
+            name: () if spec.cls is None else spec.cls.transfer_keys
+            for name, spec in config.capture_config.consumers.items()
+        }
+        """Name of a consumer -> keys of its payloads that `kv_transfer_params` get."""
         self.unanswered = config.capture_config.capture_stop_after is not None
         self._counts = False
         """True if anybody takes statistics."""
