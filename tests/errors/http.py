@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 
 from tests.errors.case import Case, path
 from tests.support.plans import HIDDEN, SHAPE, config_of
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.steering.access import SteeringAccess
 from vllm.entrypoints.serve.steering.api_router import layers, register, set_tiers
 from vllm.entrypoints.serve.steering.body import refuse_beams, refuse_unserved
@@ -96,6 +97,12 @@ def endpoint(function: Any, body: Any) -> Any:
 HTTP = [
     Case(path("steering", "prompt"), do=steered_to_nan(True)),
     Case(path("steering", "answer"), do=steered_to_nan(False)),
+    Case(
+        {"path": "sampling_params.capture", "given": "capture"},
+        do=lambda: GenerateRequest.model_validate(
+            {"token_ids": [1], "capture": {}, "sampling_params": {"capture": {}}}
+        ),
+    ),
     Case(path("capture"), do=lambda: refuse_unserved({"prompt": "", "capture": {}}, served=False)),
     Case(
         path("captures", "capture"),

@@ -51,8 +51,12 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (CohereEmbedRequest, {"model": "m", "texts": ["x"]}),
     (TokenizeCompletionRequest, {"model": "m", "prompt": "x"}),
     (TranscriptionRequest, {"model": "m", "file": UploadFile(io.BytesIO())}),
-    (GenerateRequest, {"token_ids": [1], "sampling_params": {"max_tokens": 1}}),
 ]
+TOKENS: tuple[Callable[..., Any], dict[str, Any]] = (
+    GenerateRequest,
+    {"model": "m", "token_ids": [1], "sampling_params": {"max_tokens": 1}},
+)
+"""Takes the fields in its body, and in the sampling parameters there."""
 
 
 @pytest.mark.parametrize("field", PLAN_FIELDS)
@@ -65,19 +69,34 @@ def test_unserved_field_is_refused_by_name(
     assert raised.value.parameter == field
 
 
-@pytest.mark.parametrize("field", [*PLAN_FIELDS, "plan"])
-def test_tokens_in_tokens_out_takes_no_plan(field: str) -> None:
-    """Not among its sampling parameters, either, and no ready-made one at all."""
-    body = {"token_ids": [1], "sampling_params": {"max_tokens": 1, field: {}}}
-    if field == "plan":
-        assert not hasattr(GenerateRequest(**body).sampling_params, "plan")  # type: ignore[arg-type]
-        return
-    with pytest.raises(UnservedField, match=f"^sampling_params.{field}: ") as raised:
-        GenerateRequest(**body)  # type: ignore[arg-type]
+@pytest.mark.parametrize("field", PLAN_FIELDS)
+def test_fields_among_sampling_parameters(field: str) -> None:
+    """They are the body's, but not in both places; a null there asks for nothing."""
+
+    def request(value: Any, **beside: Any) -> GenerateRequest:
+        sampling = {"max_tokens": 1, field: value}
+        return GenerateRequest.model_validate(
+            {"token_ids": [1], "sampling_params": sampling, **beside}
+        )
+
+    made = request({"a": 1})
+    assert asked_fields(made) == {field: {"a": 1}}
+    assert getattr(made.sampling_params, field) is None and made.sampling_params.max_tokens == 1
+    assert asked_fields(request(None)) == {}
+    assert asked_fields(request(None, **{field: {"a": 1}})) == {field: {"a": 1}}
+    assert asked_fields(request({"a": 1}, **{field: None})) == {field: {"a": 1}}
+    with pytest.raises(UnservedField, match=f"^sampling_params.{field}: .* twice") as raised:
+        request({"a": 1}, **{field: {"a": 1}})
     assert raised.value.parameter == f"sampling_params.{field}"
 
 
-@pytest.mark.parametrize(("request_type", "body"), SERVED)
+def test_tokens_in_tokens_out_takes_no_ready_made_plan() -> None:
+    body = {"token_ids": [1], "sampling_params": {"plan": {}}, "plan": {}}
+    made = GenerateRequest.model_validate(body)
+    assert not hasattr(made.sampling_params, "plan") and asked_fields(made) == {}
+
+
+@pytest.mark.parametrize(("request_type", "body"), [*SERVED, TOKENS])
 def test_served_fields_are_kept_as_they_came(
     request_type: Callable[..., Any], body: dict[str, Any]
 ) -> None:
@@ -85,7 +104,7 @@ def test_served_fields_are_kept_as_they_came(
     assert asked_fields(request) == {"capture": {"inline": 1}}
 
 
-@pytest.mark.parametrize(("request_type", "body"), [*SERVED, *OTHERS])
+@pytest.mark.parametrize(("request_type", "body"), [*SERVED, TOKENS, *OTHERS])
 @pytest.mark.parametrize(
     ("field", "meant"),
     [
@@ -135,7 +154,7 @@ def test_a_field_is_refused_in_what_nothing_reads(
 
 
 @pytest.mark.parametrize("field", KNOWN)
-@pytest.mark.parametrize(("request_type", "body"), SERVED)
+@pytest.mark.parametrize(("request_type", "body"), [*SERVED, TOKENS])
 def test_a_field_of_another_tool_is_left_to_the_engine_where_it_is_served(
     request_type: Callable[..., Any], body: dict[str, Any], field: str
 ) -> None:

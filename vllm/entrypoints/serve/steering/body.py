@@ -109,7 +109,7 @@ def refuse_misspelt(extra_fields: Set[str], path: str = "") -> None:
 def _unserved(path: str, field: str) -> NoReturn:
     raise UnservedField(
         f"{path}: this endpoint does not take {field!r}; steering and capture are served by "
-        "/v1/completions and /v1/chat/completions",
+        "/v1/completions, /v1/chat/completions and /inference/v1/generate",
         parameter=path,
     )
 
@@ -124,14 +124,45 @@ def _refuse(cls: type[BaseModel], data: Any) -> Any:
             for field in PLAN_FIELDS:
                 if field in nested:
                     _unserved(f"sampling_params.{field}", field)
-            _refuse_found(peers.foreign(nested, "sampling_params."))
-            refuse_misspelt(nested.keys(), "sampling_params.")
+            _refuse_others(nested)
     return data
+
+
+def _refuse_others(nested: Mapping[str, Any]) -> None:
+    """Refuse what `sampling_params` have of other tools, or misspelt."""
+    _refuse_found(peers.foreign(nested, "sampling_params."))
+    refuse_misspelt(nested.keys(), "sampling_params.")
+
+
+def _lift(cls: type[BaseModel], data: Any) -> Any:
+    """Return a body with the fields in its `sampling_params` beside these."""
+    if not isinstance(data, Mapping):
+        return data
+    unknown = data.keys() - cls.model_fields.keys()
+    refuse_unserved({field: data[field] for field in unknown}, served=True)
+    nested = data.get("sampling_params")
+    if not isinstance(nested, Mapping):
+        return data
+    _refuse_others(nested)
+    lifted = {field: nested[field] for field in PLAN_FIELDS if nested.get(field) is not None}
+    for field in lifted:
+        if data.get(field) is not None:
+            path = f"sampling_params.{field}"
+            raise UnservedField(f"{path}: {field!r} is given twice; give one", parameter=path)
+    left = {key: value for key, value in nested.items() if key not in lifted}
+    return {**data, **lifted, "sampling_params": left}
 
 
 no_plan_fields: Any = model_validator(mode="before")(_refuse)
 """The validator of a body's model that is not an OpenAIBaseModel, which sets
 `_no_plan_fields = no_plan_fields`."""
+
+lift_plan_fields: Any = model_validator(mode="before")(_lift)
+"""The validator of a body's model that takes the fields, and has sampling parameters in which they
+may stand, too; it sets `_lift_plan_fields = lift_plan_fields`."""
+
+no_xargs: Any = property(lambda self: None)
+"""The `vllm_xargs` of such a model, whose sampling parameters have `extra_args` themselves."""
 
 
 def asked_fields(request: BaseModel) -> dict[str, Any]:

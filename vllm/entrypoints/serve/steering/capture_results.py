@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts capture results into the choices of a response."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from math import isfinite
@@ -31,14 +31,25 @@ if TYPE_CHECKING:
         ChatCompletionStreamResponse,
     )
     from vllm.entrypoints.openai.completion.protocol import (
-        CompletionRequest,
         CompletionResponse,
         CompletionStreamResponse,
     )
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
+        GenerateResponse,
+        GenerateTextStreamResponse,
+        GenerateTokensStreamResponse,
+    )
     from vllm.outputs import CompletionOutput
 
-    Answer = CompletionResponse | ChatCompletionResponse
-    Chunk = CompletionStreamResponse | ChatCompletionStreamResponse
+    from .serving import Asking
+
+    Answer = CompletionResponse | ChatCompletionResponse | GenerateResponse
+    Chunk = (
+        CompletionStreamResponse
+        | ChatCompletionStreamResponse
+        | GenerateTokensStreamResponse
+        | GenerateTextStreamResponse
+    )
 
 _INLINE = CapturedRows | MadeRows
 """Types of result that the consumer `inline` returns for a site."""
@@ -95,7 +106,7 @@ def has_captured(response: "Answer | Chunk") -> bool:
 
 async def written(
     response: "Answer",
-    request: "CompletionRequest | ChatCompletionRequest",
+    request: "Asking",
     headers: Mapping[str, str] | None,
 ) -> Response:
     """Write a response in a thread: rows of many megabytes would hold up all other requests.
@@ -136,19 +147,24 @@ async def _with_activations(chunks: AsyncGenerator[str, None]) -> AsyncGenerator
         yield event
 
 
-def _speaks_lens(request: "CompletionRequest | ChatCompletionRequest") -> bool:
+def _speaks_lens(request: "Asking") -> bool:
     """Tell whether a request that was not refused asked as vLLM-Lens does, and so in its words."""
     args = request.vllm_xargs or {}
     return bool(args.get(lens.CAPTURE) or args.get(lens.QK))
 
 
-async def written_chunk(chunk: "Chunk") -> str:
-    """Write a chunk of a streamed response; one with results in a thread, as `written`."""
+async def written_chunk(chunk: "Chunk", exclude: Set[str] | None = None) -> str:
+    """Write a chunk of a streamed response; one with results in a thread, as `written`.
+
+    Args:
+        exclude: fields that are left out; None for those that were not set.
+    """
+    how: dict[str, Any] = {"exclude_unset": True} if exclude is None else {"exclude": exclude}
     if not has_captured(chunk):
-        return chunk.model_dump_json(exclude_unset=True)
+        return chunk.model_dump_json(**how)
 
     def write() -> str:
-        return msgspec.json.encode(chunk.model_dump(exclude_unset=True)).decode()
+        return msgspec.json.encode(chunk.model_dump(**how)).decode()
 
     return await run_in_threadpool(write)
 

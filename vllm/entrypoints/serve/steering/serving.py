@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes steering and capture out of the bodies of completions and chats, before they generate."""
+"""Takes steering and capture out of bodies that ask for an answer, before it is generated."""
 
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -34,19 +34,25 @@ if TYPE_CHECKING:
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
     from vllm.inputs import EngineInput
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    Asking = CompletionRequest | ChatCompletionRequest | GenerateRequest
+
 logger = init_logger(__name__)
 
-XARGS = "vllm_xargs."
-"""Prefix of a key of `vllm_xargs` in errors."""
+
+def args_path(request: "Asking") -> str:
+    """Return what stands in errors before a key of what a body says to other tools."""
+    has_xargs = "vllm_xargs" in type(request).model_fields
+    return "vllm_xargs." if has_xargs else "sampling_params.extra_args."
 
 
 async def intervene(
     serving: "GenerateBaseServing",
-    request: "CompletionRequest | ChatCompletionRequest",
+    request: "Asking",
     request_id: str,
     params: SamplingParams | BeamSearchParams,
     prompt: "EngineInput",
@@ -69,20 +75,21 @@ async def intervene(
     """
     engine = cast("AsyncLLM", serving.engine_client)
     config, processor = engine.vllm_config, engine.input_processor
+    path = args_path(request)
     with sent_again(prompt, processor.renderer):
         refuse_peer_fields(request.model_extra, config)
         asked = asked_fields(request)
         if isinstance(params, BeamSearchParams):
-            refuse_peer_args(request.vllm_xargs, config, XARGS)
+            refuse_peer_args(request.vllm_xargs, config, path)
             if asked:
                 refuse_beams(asked)
             await engine.steering.refresh()  # of rules: a beam is refused where some hold for all
             return
         if not asked and not is_asked(params, config):
-            refuse_peer_args(params.extra_args, config, XARGS)
+            refuse_peer_args(params.extra_args, config, path)
             return
         run = processor.plan_threads.run
-        if await run(_read, params, asked, config, num_prompts):
+        if await run(_read, params, asked, config, path, num_prompts):
             await engine.steering.refresh()
         if all(getattr(params, name) is None for name in PLAN_FIELDS):
             return
@@ -101,23 +108,30 @@ async def intervene(
 
 
 def _read(
-    params: SamplingParams, asked: Mapping[str, Any], config: "VllmConfig", num_prompts: int
+    params: SamplingParams,
+    asked: Mapping[str, Any],
+    config: "VllmConfig",
+    path: str,
+    num_prompts: int,
 ) -> bool:
     """Put the fields of a body into `params`, also those that are in another tool's words.
+
+    Args:
+        path: what stands before a key of `extra_args` in errors.
 
     Returns:
         whether they name modules.
     """
     refuse_peer_ops(asked.get("steering"))
     set_plan_fields(params, read_fields(asked, config, num_prompts, read_array))
-    opened = read_args(params, config, XARGS, num_prompts)
+    opened = read_args(params, config, path, num_prompts)
     for name in (*PLAN_FIELDS, "extra_args", "skip_reading_prefix_cache"):
         setattr(params, name, getattr(opened, name))
     return names_modules({name: getattr(params, name) for name in PLAN_FIELDS})
 
 
 def need_finite(
-    request: "CompletionRequest | ChatCompletionRequest",
+    request: "Asking",
     answer: "RequestOutput",
     output: "CompletionOutput",
 ) -> None:
@@ -144,13 +158,13 @@ def need_finite(
         )
 
 
-def _steers(request: "CompletionRequest | ChatCompletionRequest") -> str | None:
+def _steers(request: "Asking") -> str | None:
     """The first field of a body that steers; None if none does."""
     extra, args = request.model_extra or {}, request.vllm_xargs or {}
     for field in STEERING_FIELDS:
         if extra.get(field) is not None:
             return field
-    return next((f"{XARGS}{key}" for key in STEERING_KEYS if args.get(key)), None)
+    return next((f"{args_path(request)}{key}" for key in STEERING_KEYS if args.get(key)), None)
 
 
 def described(plan: Plan) -> str:
