@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ import torch
 from tests.conformance.models import HIDDEN
 from tests.http.checks import LAYER, PROMPT, READ, STEER, VECTOR, Reference, check_rows
 from tests.http.server import NAME, Server, serve
+from tests.peers.packages import folder_of
+from tests.support import trl_client
 from vllm.entrypoints.serve.steering.client import Choice, SteeringClient, joined
 from vllm.entrypoints.serve.steering.client.answers import read_choice
 
@@ -160,3 +165,25 @@ def test_fields_among_the_sampling_parameters(server: Server, reference: Referen
     check_rows(answered(server, asked, False)[0], reference, {LAYER: VECTOR})
     asked = body(reference, {"capture": None, "steering": None}, capture=READ, model=NAME)
     check_rows(answered(server, asked, False)[0], reference, {})
+
+
+@pytest.mark.long
+def test_trl_as_it_was_published(
+    server: Server, client: SteeringClient, reference: Reference
+) -> None:
+    """Its `generation_kwargs` go into bodies of completions, and into sampling parameters here."""
+    client.register_module("trl", STEER)
+    asked = [json.dumps(body(reference)["token_ids"]), json.dumps({"steering_modules": ["trl"]})]
+    ran = subprocess.run(
+        [sys.executable, trl_client.__file__, server.url, *asked],
+        env={**os.environ, "PYTHONPATH": str(folder_of("trl")), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    plain, steered, tokens = json.loads(ran.stdout.splitlines()[-1])
+    asked_again = {"prompt": body(reference)["token_ids"], "return_token_ids": True}
+    want = [
+        server.complete(**asked_again, **fields)["choices"][0]["token_ids"]
+        for fields in ({}, {"steering_vectors": vectors()})
+    ]
+    assert [plain, steered] == want and plain != steered == tokens
