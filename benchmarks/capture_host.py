@@ -168,7 +168,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         tap_shape=None,
         parallel_config=SimpleNamespace(_api_process_count=1),
         steering_config=SimpleNamespace(enable_steering=False),
-        capture_config=SimpleNamespace(rules=None, capture_stop_after=None),
+        capture_config=SimpleNamespace(rules=None, capture_stop_after=None, consumers={}),
         model_config=SimpleNamespace(max_model_len=1 << 20),
     )
     link = SimpleNamespace(places=places)

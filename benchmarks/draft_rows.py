@@ -81,7 +81,9 @@ class Arm:
         self._args, shape = args, model_shape(args.model)
         self._files = Path(tempfile.mkdtemp(dir=args.files, prefix="draft-rows-"))
         row = shape["hidden_size"] * (4 if args.dtype == "float32" else 2)
-        more = options_of(args.cases[0], args.ids, self._files, args.step_tokens * row * 4)
+        more = options_of(
+            args.cases[0], args.ids, self._files, args.step_tokens * row * len(args.ids)
+        )
         if not args.eager:
             more["compilation_config"] = {"cudagraph_capture_sizes": [1]}
         self._llm = LLM(
@@ -141,7 +143,7 @@ def measured(case: str, arguments: list[str]) -> list[tuple[float, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser, kv_bytes=8 << 30)
+    add_arguments(parser, kv_bytes=16 << 30)
     results.add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=64)

@@ -222,3 +222,31 @@ def test_a_model_that_ends_early(tiny_models: TinyModels, new_weights: Path) -> 
                 want = wanted(Reference(row, models.load(row, weights)), [0])
                 off = relative(rows, want)
                 assert off <= READ_TOLERANCE if weights is at else off >= LEAST_MOVE
+
+
+@pytest.mark.long
+def test_compiled_code_of_both_variants(tiny_models: TinyModels, new_weights: Path) -> None:
+    """They share the weights that are updated: the plain one, and that with taps."""
+    path, row = tiny_models.path("llama"), tiny_models.row("llama")
+    old, new = (Reference(row, models.load(row, at)) for at in (path, new_weights))
+    with engine(
+        path, enable_steering=True, capture_consumers=["inline"], enforce_eager=False
+    ) as llm:
+        llm.steering.register_module("mood", {"post_block": {1: MODULE}})
+        for reference, other in ((old, new), (new, old)):
+            if reference is new:
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new_weights)})
+                assert llm.reset_prefix_cache()
+            (output,) = serve(llm, [Ask(PROMPT)])
+            sequence = [*PROMPT, *output.outputs[0].token_ids[:-1]]
+            said = serving.log_probs(output.outputs[0])
+            want, never = (
+                each.run(sequence).logits[len(PROMPT) - 1 :].log_softmax(-1)
+                for each in (reference, other)
+            )
+            assert (said - want).abs().max() <= 1e-3 < (said - never).abs().max()
+            tokens, rows = rows_of(llm, **NAMED)
+            off, apart = (
+                relative(rows, wanted(each, tokens, MODULE)) for each in (reference, other)
+            )
+            assert off <= READ_TOLERANCE + WRITE_TOLERANCE and apart >= LEAST_MOVE
