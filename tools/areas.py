@@ -319,7 +319,7 @@ AREAS = (
     Area(
         "server and client",
         # Widths of rows within a branch; sweeps over heads; tokens in, tokens out.
-        budget=2150,
+        budget=2180,
         planned=1900,
         places=("vllm/entrypoints/serve/steering/",),
         core=False,
