@@ -79,7 +79,7 @@ def measure(llm: Any, args: argparse.Namespace, changes: bool) -> tuple[float, f
                 position = waiting[name][1].result()[0]
                 if args.prompt + count - 1 > position:
                     took.append((now - waiting.pop(name)[0]) * 1e3)
-            changed = changes and int(name) % EVERY == 0 and not output.finished
+            changed = changes and int(name) % EVERY == 0 and count + 2 < args.tokens
             if changed and count % args.every == args.every - 1 and name not in waiting:
                 module = NAMES[1 + count // args.every % (len(NAMES) - 1)]
                 future = llm.steering.change(name, {"steering_modules": [module]})
