@@ -260,7 +260,9 @@ class AsyncSteering(_Coroutines):
             reject(ID, "is known to one of several API servers; start the server with one")
         found = self._running.find(request_id)
         joined = await self._work(self._running.joined, found, fields)
-        return await asyncio.wrap_future(self._running.ask(found, joined))
+        future = self._running.ask(found, joined)
+        del found  # it would keep requests that end, and with them the word that they ended
+        return await asyncio.wrap_future(future)
 
     def ids(self, known: str) -> list[str]:
         """Return the ids of the requests that an answer over HTTP, of the id `known`, is made
