@@ -38,7 +38,9 @@ class Running:
 
     def __init__(self, state: "RequestState", sent: SentRequest) -> None:
         self.sent, self.sample, self.parent = sent, state.request_index, state.parent_req
-        self.prompt: list[int] = list(state.prompt_token_ids or [])
+        self.prompt: list[int] = state.prompt_token_ids or []  # nothing changes it: no copy
+        self.steering = sent.plan.steering
+        """What it has, which a change is joined with."""
 
 
 class RunningRequests:
@@ -114,14 +116,13 @@ class RunningRequests:
         path = next((name for name in STEERING_FIELDS if fields.get(name) is not None), ID)
         made: dict[int, Joined] = {}
         for running in found:
-            steering = running.sent.plan.steering
-            if id(steering) not in made:
-                made[id(steering)] = self._joined(running, fields, path, work)
-        return [made[id(running.sent.plan.steering)] for running in found]
+            if id(running.steering) not in made:
+                made[id(running.steering)] = self._joined(running, fields, path, work)
+        return [made[id(running.steering)] for running in found]
 
     def _joined(self, running: Running, fields: Mapping[str, Any], path: str, work: Work) -> Joined:
         sent, prompt = running.sent, running.prompt
-        before = sent.plan.steering or plain_plan(len(prompt))
+        before = running.steering or plain_plan(len(prompt))
         params = copy.copy(sent.params)
         for name in STEERING_FIELDS:
             setattr(params, name, fields.get(name))
@@ -151,7 +152,7 @@ class RunningRequests:
         Raises:
             ValueError: another change came in between.
         """
-        if any(running.sent.is_asked for running in found):
+        if any(r.sent.is_asked or r.sent.plan.steering is not r.steering for r in found):
             reject(ID, "is being changed already; wait for the answer to that")
         change = NewSteering({running.sample for running in found})
         for running, each in zip(found, joined, strict=True):
