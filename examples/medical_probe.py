@@ -55,7 +55,12 @@ def texts(file: Path, things: dict[int, list[str]]) -> LabelledData:
 def make(model: str, folder: Path) -> float:
     """Train the probe on most of the things and calibrate it on the others; return its AUROC on
     answers that it was not fitted on."""
-    llm = LLM(model=model, capture_consumers=["inline"], max_model_len=512)
+    llm = LLM(
+        model=model,
+        capture_consumers=["inline"],
+        max_model_len=512,
+        kv_cache_memory_bytes=1 << 28,
+    )
     data = texts(folder / "train.jsonl", {1: AILMENTS, 0: OTHERS[:10]})
     trained = train_probe(llm, data, SITES, pool=RollingMax(8), over="generated")
     negatives = texts(folder / "negatives.jsonl", {0: OTHERS[10:]})
@@ -74,6 +79,7 @@ def serve(model: str, folder: Path) -> list[bool]:
         model=model,
         capture_consumers=["inline"],
         max_model_len=512,
+        kv_cache_memory_bytes=1 << 28,
         rules=str(folder / "rules.json"),
     )
     flagged, params = [], SamplingParams(max_tokens=40, temperature=0.0)
