@@ -14,13 +14,18 @@ import subprocess
 import sys
 import time
 import urllib.request
+from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 
 from demo import prompts
 from demo.corpus import contrast_prompts
 from demo.environment import prepare_environment
 from demo.model import find
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.serve.steering.client import SteeringClient
 
 OPTIONS = (
     "--playground", "--enable-steering", "--capture-consumers", "inline",
@@ -76,12 +81,36 @@ def fragment(real: bool) -> str:
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
+def register(client: SteeringClient, said: dict[str, str | bool]) -> str:
+    """Register the direction of the page's texts as a module, so that its slider is there at once:
+    half the difference of the mean rows of last tokens, after three fifths of the layers.
+
+    Returns:
+        its name.
+    """
+    layer = 3 * int(client.layers()["num_layers"]) // 5
+    read = {"inline": {"hooks": {"post_block": [layer]}, "positions": "last_prompt"}}
+    means = []
+    for field in ("examples", "against"):
+        texts = str(said[field]).splitlines()
+        answer = client.complete(texts, max_tokens=1, temperature=0, capture=read)
+        rows = [choice.rows["post_block", layer].values[0] for choice in answer.choices]
+        means.append(np.mean(rows, axis=0, dtype=np.float64))
+    vector = ((means[0] - means[1]) / 2).astype(np.float32)
+    name = str(said["direction-name"])
+    client.register_module(name, {"post_block": {layer: vector}})
+    return name
+
+
 def main() -> int:
     """Serve until Ctrl+C; the server's exit status."""
     parser = argparse.ArgumentParser(prog="demo.playground", description=__doc__)
     parser.add_argument("--port", type=int, default=8000)
     port = parser.parse_args().port
     prepare_environment(small_model=True)
+    # vLLM reads the environment when it is imported.
+    from vllm.entrypoints.serve.steering.client import SteeringClient
+
     model = find(Console())
     key = os.environ.setdefault("VLLM_STEERING_API_KEY", secrets.token_urlsafe(9))
     # The engine in a process of its own, as servers have it.
@@ -102,6 +131,8 @@ def main() -> int:
         while server.poll() is None and not _answers(f"{address}/health"):
             time.sleep(0.2)
         if server.poll() is None:
+            with SteeringClient(address, steering_key=key, model="demo") as client:
+                register(client, fields(model.real))
             print(f"\n{address}/playground#{fragment(model.real)}\n")
             print(f"The steering key, to save modules: {key}. Ctrl+C ends the server.", flush=True)
         return server.wait()

@@ -28,7 +28,7 @@ BUDGETS = {
     "docs/http.md": 1390,
     "docs/map.md": 80,
     "docs/performance.md": 900,
-    "docs/playground.md": 670,
+    "docs/playground.md": 690,
     "docs/probes.md": 880,
     "docs/reliability.md": 500,
     "docs/scale.md": 450,

@@ -359,7 +359,7 @@ def test_what_is_off_says_its_flag(
     capture = ("--playground", "--capture-consumers=inline")
     with serve(model, tmp_path / "log", *capture, base=tuple(base)) as server:
         page.open(f"{server.url}/playground")
-        features = page.evaluate("$('features').innerText")
+        features = page.evaluate("$('features').textContent")
         for flag in ("--enable-steering", "--capture-points", "--capture-lens logit"):
             assert flag in features
         for panel, flag in (

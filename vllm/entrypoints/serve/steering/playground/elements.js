@@ -36,12 +36,38 @@ function choice(label, options, chosen, set) {
   return make('label', label, select);
 }
 
-function sayError(place, error) {
+// What can be done about an error: words, and a button that does it.
+function remedy({ status, message, param }, again) {
+  const go = (text, id) => button(text, () => {
+    const node = $(id);
+    for (let at = node; at; at = at.parentElement) if ('open' in at) at.open = true;
+    node.scrollIntoView({ block: 'center' });
+    (node.matches('input, textarea') ? node : node.querySelector('input'))?.focus();
+  });
+  if (status === 401 || status === 403) {
+    return ['Type the key, then ask again. ',
+      go('Type the key', /steering/i.test(message) ? 'steering-key' : 'api-key')];
+  }
+  const field = FIELDS[param?.split('.')[0]];
+  if (status === 400 && field) return ['Change it, then ask again. ', go('Go to it', field)];
+  if (status && status < 500) return [];
+  return ['What you typed is kept. Start the server again if it has ended. ',
+    again && button('Try again', again)];
+}
+
+// Fields of requests, and where they are typed.
+const FIELDS = { prompt: 'prompts', messages: 'prompts', max_tokens: 'max-tokens', seed: 'seed',
+  temperature: 'temperature', steering_vectors: 'terms', prefill_steering_vectors: 'terms',
+  decode_steering_vectors: 'terms', steering: 'terms', steering_modules: 'terms', rules: 'rules' };
+
+function sayError(place, error, again) {
   // Most messages begin with the field that they are about.
   const parts = [error.message.replace(error.param, '')];
   if (error.param) parts.unshift(make('code', error.param));
   if (error.status) parts.push(make('small', ` HTTP ${error.status}`));
-  put(place, make('p.error', { role: 'alert' }, ...parts));
+  const help = again && 'status' in error ? remedy(error, again) : [];
+  put(place, make('p.error', { role: 'alert' }, ...parts),
+    ...(help.length ? [make('p.quiet', ...help)] : []));
 }
 
 // Where a panel says what became of its work: behind its form, or at its end.
@@ -65,7 +91,7 @@ async function working(panel, work) {
       .map((text) => make('p.quiet', { role: 'status' }, text)));
   } catch (error) {
     if (error.name === 'AbortError') put(place, make('p', 'stopped'));
-    else sayError(place, error);
+    else sayError(place, error, () => working(panel, work));
   } finally {
     buttons.forEach((one) => { one.disabled = false; });
     panel.removeAttribute('aria-busy');

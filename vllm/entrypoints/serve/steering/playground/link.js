@@ -21,7 +21,7 @@ function asLink() {
   const text = JSON.stringify({ v: 1, fields, terms, rules, directions });
   const bytes = new TextEncoder().encode(text);
   const code = base64Of(bytes).replace(/\+/g, '-').replace(/\//g, '_').replace(/=+$/, '');
-  return { url: `${location.origin}${location.pathname}#${code}`, left };
+  return { url: `${location.origin}${location.pathname}#${code}`, code, left };
 }
 
 // What a fragment says, or null. Everything in it is somebody's text: only what has the form

@@ -71,6 +71,9 @@ function showModel() {
     make('th', { scope: 'row' }, make('span', { class: on ? 'lamp on' : 'lamp' }), name),
     make('td', on ? says : says && can.steer() ? `${says} ` : 'off: ',
       on ? null : make('code', flag)))));
+  const off = features().filter(([, on_]) => !on_).map(([name]) => name.toLowerCase());
+  put($('model-line'), [...facts.slice(1, 4).map(([name, value]) => `${name} ${value}`),
+    off.length ? `off: ${off.join(', ')}` : 'all is on'].join(' · '));
   const acting = [...Object.keys(steering.tiers ?? {}), ...(steering.ops ?? [])];
   put($('tiers'), acting.length ? `Global steering acts on every request: ${acting.join(', ')}` : '');
   showModules();

@@ -4,7 +4,6 @@
 const PANELS = {
   find: [can.capture, '--capture-consumers inline', find],
   steer: [can.steer, '--enable-steering'],
-  compare: [() => true, '', compare],
   look: [can.capture, '--capture-consumers inline', look],
   attention: [can.attention, '--capture-points pre_attn post_attn post_block q z', () => heads()],
   sae: [() => can.features().length > 0, '--features NAME=PATH@POINT.LAYER', readFeatures],
@@ -23,6 +22,7 @@ const CLICKS = {
   'trace-stop': () => stopTrace?.abort(),
   share,
 };
+const KEPT_AFTER = 300;
 
 function startPanels() {
   for (const [id, [able, flag, work]] of pairs(PANELS)) {
@@ -49,7 +49,9 @@ function startPanels() {
     { value: '', text: lenses.length ? 'none' : 'off: --capture-lens logit' }], lenses[0]);
   $('copies').append(...Object.keys(COPIES).map((kind) =>
     button(kind, () => working($('steer'), () => showCopy(kind)))));
-  const said = readLink(location.hash), missing = said ? restore(said) : [];
+  // What was typed before a reload is in the tab's own history, and nowhere else.
+  const said = readLink(`#${history.state?.code ?? ''}`) ?? readLink(location.hash);
+  const missing = said ? restore(said) : [];
   if (missing.length) {
     put($('link-said'), `Not in the link: ${[...new Set(missing)].join(', ')}. ` +
       'Find it again, with the texts that are.');
@@ -72,6 +74,13 @@ async function share() {
     (left.length ? `Left out, more than 4 kB: ${left.join(', ')}.` : ''));
 }
 
+let keeping;
+function keep() {
+  clearTimeout(keeping);
+  keeping = setTimeout(() => started && history.replaceState({ code: asLink().code }, ''),
+    KEPT_AFTER);
+}
+
 let started = false;
 async function connect() {
   await working($('model'), async () => {
@@ -86,4 +95,6 @@ async function connect() {
 
 for (const [id, clicked] of pairs(CLICKS)) $(id).onclick = clicked;
 submitted($('keys'), connect);
+submitted($('compare').querySelector('form'), answer);
+for (const kind of ['input', 'change', 'click']) on(document.querySelector('main'), kind, keep);
 connect();

@@ -6,10 +6,12 @@ const sourcesOf = () => [
 ];
 
 // Of "direction happy": its kind and its name.
-function picked(id) {
-  const { value } = $(id), space = value.indexOf(' ');
+function parted(value) {
+  const space = value.indexOf(' ');
   return space < 0 ? [value, ''] : [value.slice(0, space), value.slice(space + 1)];
 }
+
+const picked = (id) => parted($(id).value);
 
 const settings = () => ({
   chat: $('chat').checked, maxTokens: Number($('max-tokens').value),
@@ -18,10 +20,16 @@ const settings = () => ({
 
 const steeringFields = () => steeringOf(state.terms, state.directions, state.shape?.num_layers);
 
-function addTerm(source, name) {
+function newTerm(source, name) {
   const layer = state.directions[name]?.layer ?? 0;
-  state.terms.push({ source, name, op: 'add', number: 1, second: null, layers: String(layer),
-    phase: 'all', positions: null, on: true });
+  const term = { source, name, op: 'add', number: 1, second: null, layers: String(layer),
+    phase: 'all', positions: null, on: true };
+  state.terms.push(term);
+  return term;
+}
+
+function addTerm(source, name) {
+  newTerm(source, name);
   showTerms();
   $('terms').lastElementChild?.querySelector('input[type=range]')?.focus();
 }
@@ -65,7 +73,7 @@ function standing(list, i) {
   const one = list[i];
   return [make('label.check', make('input', { type: 'checkbox', checked: one.on,
     'aria-label': `${one.name} is on`,
-    onchange: (e) => { one.on = e.target.checked; } }), 'on'),
+    onchange: (e) => { one.on = e.target.checked; showSliders(); } }), 'on'),
   button('Remove', () => { list.splice(i, 1); showTerms(); })];
 }
 
@@ -76,10 +84,12 @@ function termRow(term, i) {
   const box = numberBox(module ? 'scale' : op.number, term.number, (value) => {
     term.number = value;
     slider.value = String(value ?? 0);
+    showSliders();
   });
   on(slider, 'input', () => {
     term.number = Number(slider.value);
     box.querySelector('input').value = slider.value;
+    showSliders();
   });
   const ops = Object.keys(OPERATIONS).map((value) => ({ value,
     off: can.family(value) ? null : `--steering-families ${value} turns it on` }));
@@ -108,9 +118,12 @@ function ruleRow(rule, i) {
     ...standing(state.rules, i));
 }
 
+const showTermList = () => put($('terms'), ...state.terms.map(termRow));
+
 function showTerms() {
-  put($('terms'), ...state.terms.map(termRow));
+  showTermList();
   put($('rules'), ...state.rules.map(ruleRow));
+  showSliders();
 }
 
 // The tokens of a prompt as the model gets it: their texts, ids and number.
@@ -122,7 +135,7 @@ async function promptTokens(prompt) {
 
 async function pickPositions(term, place) {
   const prompt = lines($('prompts').value)[0];
-  if (!prompt) throw new Error('Compare needs a prompt, whose tokens are shown here');
+  if (!prompt) throw new Error('Steer needs a prompt, whose tokens are shown here');
   const tokens = await promptTokens(prompt);
   const chosen = new Set(term.positions ?? []);
   put(place, tokenLine(tokens, { chosen, label: 'positions of the prompt',
