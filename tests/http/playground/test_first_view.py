@@ -110,12 +110,51 @@ def test_a_slider_by_keyboard(opened: Page, client: SteeringClient) -> None:
     assert answers(opened)[0][1] == wanted
 
 
+HOLD = (
+    "(() => { const real = window.fetch; window.held = []; window.fetch = (...asked) =>"
+    "new Promise((done) => held.push(() => done(real(...asked)))); })()"
+)
+"""Requests wait until the test calls what is in `held`."""
+
+
+def test_a_wish_that_ends_early_leaves_the_next_one_alone(opened: Page) -> None:
+    opened.fill("prompts", "One")
+    opened.evaluate(HOLD)
+    for _ in range(2):
+        opened.evaluate("void answer()")
+    opened.wait("held.length === 2")
+    opened.evaluate("held.splice(0).forEach((go) => go())")
+    opened.wait("held.length === 2")  # the first one has ended, the second one runs
+    assert opened.evaluate("$('stop').hidden") is False
+    assert opened.evaluate("$('compare').getAttribute('aria-busy')") == "true"
+    opened.evaluate("held.splice(0).forEach((go) => go())")
+    opened.settle()
+    assert opened.evaluate("$('stop').hidden") is True and "differ" in said(opened, "compare")
+
+
+def test_scales_side_by_side(opened: Page, client: SteeringClient) -> None:
+    let_go(opened, 1.0)
+    opened.click("#scales")
+    shown = opened.evaluate(
+        "[...document.querySelectorAll('#answers .scales > div')].map((one) => [one.querySelector("
+        "'small').textContent, one.querySelector('.answer').textContent.replace('∅', '')])"
+    )
+    prompt = opened.evaluate("lines($('prompts').value)[0]")
+    wanted = [
+        [f"{NAME} {k}", asked_by_client(client, prompt, steering_modules=[(NAME, float(k))])]
+        for k in (-4, -2, 0, 2, 4)
+    ]
+    assert shown == wanted and len({text for _, text in wanted}) > 2
+    assert wanted[2][1] == asked_by_client(client, prompt)
+    assert opened.evaluate("state.terms[0].number") == 1.0
+    for width in (1280, 390):
+        opened.view(width, 844)
+        assert opened.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def test_both_answers_are_asked_for_at_once(opened: Page) -> None:
     """No answer waits for another: all requests are sent before one is answered."""
-    opened.evaluate(
-        "(() => { const real = window.fetch; window.held = []; window.fetch = (...asked) =>"
-        "new Promise((done) => held.push(() => done(real(...asked)))); })()"
-    )
+    opened.evaluate(HOLD)
     opened.evaluate("document.querySelector('#compare .run').click()")
     opened.wait("held.length === 2 * lines($('prompts').value).length")
     opened.evaluate("held.forEach((go) => go())")
@@ -185,8 +224,9 @@ def test_nothing_typed_is_lost(opened: Page) -> None:
     code = opened.evaluate("atob(history.state.code.replace(/-/g, '+').replace(/_/g, '/'))")
     assert "Typed, and not sent" in code and "a-secret" not in code
     opened.requests.clear()
+    opened.evaluate("window.before = true")
     opened.call("Page.reload")
-    opened.wait("!state.compare.length && document.body?.dataset.ready === 'true'")
+    opened.wait("!window.before && document.body?.dataset.ready === 'true'")
     assert opened.evaluate("$('prompts').value") == "Typed, and not sent"
     assert opened.evaluate("$('temperature').value") == "0.5"
     assert opened.evaluate("document.querySelector('#sliders input').value") == "2"

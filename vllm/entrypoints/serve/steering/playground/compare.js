@@ -74,6 +74,33 @@ function pairRow(prompt) {
   return { pair, row, grow };
 }
 
+// Stream an answer, and show why it ended where it did not end by itself.
+async function streamed(prompt, fields, answer, grow) {
+  try {
+    await stream(prompt, fields, answer, grow, stopCompare.signal);
+  } catch (error) {
+    if (error.name === 'AbortError') answer.finish = 'stopped';
+    else answer.error = error;
+    grow();
+    throw error;
+  }
+}
+
+// Stream answers side by side, until all have ended; throws what the first failure was.
+async function together(asked) {
+  stopCompare = new AbortController();
+  $('stop').hidden = false;
+  try {
+    const ended = await Promise.allSettled(asked.map((ask) => ask()));
+    const failed = ended.find((one) => one.status === 'rejected');
+    if (failed) throw failed.reason;
+  } finally {
+    $('stop').hidden = true;
+  }
+}
+
+const dosed = (fields) => (pairs(fields).length && can.capture() ? doseCapture(fields) : {});
+
 async function compare() {
   const prompts = lines($('prompts').value);
   if (!prompts.length) throw new Error('a prompt is needed, one a line');
@@ -81,26 +108,11 @@ async function compare() {
   const rows = prompts.map(pairRow);
   state.compare = rows.map((one) => one.pair);
   put($('answers'), ...rows.map((one) => one.row));
-  stopCompare = new AbortController();
-  $('stop').hidden = false;
-  try {
-    const asked = rows.flatMap(({ pair, grow }) => [[pair.plain, rules],
-      [pair.steered, { ...steering, ...rules, ...(pairs(steering).length && can.capture() && doseCapture(steering)) }]].map(async ([answer, fields]) => {
-      try {
-        await stream(pair.prompt, fields, answer, grow, stopCompare.signal);
-      } catch (error) {
-        if (error.name === 'AbortError') answer.finish = 'stopped';
-        else answer.error = error;
-        grow();
-        throw error;
-      }
-    }));
-    const ended = await Promise.allSettled(asked);
-    const failed = ended.find((one) => one.status === 'rejected');
-    if (failed) throw failed.reason;
-  } finally {
-    $('stop').hidden = true;
-  }
+  const both = { ...steering, ...rules, ...dosed(steering) };
+  await together(rows.flatMap(({ pair, grow }) => [
+    () => streamed(pair.prompt, rules, pair.plain, grow),
+    () => streamed(pair.prompt, both, pair.steered, grow),
+  ]));
   const changed = state.compare.filter((pair) => pair.differs >= 0).length;
   return `${changed} of ${prompts.length} answers differ` +
     (Object.keys(steering).length ? '' : '; nothing steers, so none should');

@@ -7,12 +7,17 @@ const termOf = (source, name) =>
 
 // Answers one after the other; a later wish ends what runs.
 let wishes = 0, answering = Promise.resolve();
-function answer() {
+function wish(work) {
   const mine = wishes += 1;
   stopCompare?.abort();
-  answering = answering.then(() => mine === wishes && working($('compare'), compare));
+  answering = answering.then(() => mine === wishes && working($('compare'), work));
   return answering;
 }
+
+const answer = () => wish(compare);
+
+// The kind and name of the slider that was moved last.
+let lastMoved = null;
 
 function sliderRow({ value, text }) {
   const [source, name] = parted(value), term = termOf(source, name);
@@ -22,6 +27,7 @@ function sliderRow({ value, text }) {
   on(slider, 'input', () => {
     const moved = termOf(source, name) ?? newTerm(source, name);
     moved.number = Number(slider.value);
+    lastMoved = [source, name];
     put(shows, String(moved.number));
     showTermList();
   });

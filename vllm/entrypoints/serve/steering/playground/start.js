@@ -18,6 +18,7 @@ const CLICKS = {
     `${state.find.name.replace(/[^\w.-]+/g, '_')}.safetensors`),
   'add-term': () => addTerm(...picked('term-source')),
   'add-rule': () => addRule(...picked('rule-source')),
+  scales: () => wish(scales),
   stop: () => stopCompare?.abort(),
   'trace-stop': () => stopTrace?.abort(),
   share,

@@ -20,10 +20,11 @@ const settings = () => ({
 
 const steeringFields = () => steeringOf(state.terms, state.directions, state.shape?.num_layers);
 
+const termFor = (source, name) => ({ source, name, op: 'add', number: 1, second: null,
+  layers: String(state.directions[name]?.layer ?? 0), phase: 'all', positions: null, on: true });
+
 function newTerm(source, name) {
-  const layer = state.directions[name]?.layer ?? 0;
-  const term = { source, name, op: 'add', number: 1, second: null, layers: String(layer),
-    phase: 'all', positions: null, on: true };
+  const term = termFor(source, name);
   state.terms.push(term);
   return term;
 }
