@@ -103,6 +103,12 @@ HTTP = [
             {"token_ids": [1], "capture": {}, "sampling_params": {"capture": {}}}
         ),
     ),
+    Case(
+        path("vllm_xargs"),
+        do=lambda: GenerateRequest.model_validate(
+            {"token_ids": [1], "sampling_params": {}, "vllm_xargs": {"steering": "{}"}}
+        ),
+    ),
     Case(path("capture"), do=lambda: refuse_unserved({"prompt": "", "capture": {}}, served=False)),
     Case(
         path("captures", "capture"),

@@ -53,26 +53,44 @@ def frontend(ids: str = "a", **params: Any) -> tuple[RunningRequests, dict[str, 
 
 def change(fields: dict[str, Any], ids: str = "a", **params: Any) -> object:
     running, states = frontend(ids, **params)
-    found = running.find("r")
-    future = running.ask(found, running.joined(found, fields))
+    found = [*running.find(["r"]).values()]
+    [future] = running.ask(found, running.joined(found, fields))
     states["a"].sent.changes(states["a"], CONFIG.steering_config)
     return future.result(timeout=0)
 
 
 def twice() -> object:
     running, _ = frontend()
-    found = running.find("r")
+    found = [*running.find(["r"]).values()]
     running.ask(found, running.joined(found, {}))
-    return running.find("r")
+    return running.find(["r"])
+
+
+def overtaken() -> object:
+    """A change that was read while another one came to act."""
+    running, states = frontend()
+    found = [*running.find(["r"]).values()]
+    joined = running.joined(found, {"steering_vectors": vectors(2.0)})
+    running.ask(found, joined)
+    assert states["a"].sent.changes(states["a"], CONFIG.steering_config) == POSITION
+    return running.ask(found, joined)
 
 
 def ended() -> object:
+    """`AsyncLLM.steering.change` of a request that is aborted meanwhile."""
     running, states = frontend()
-    found = running.find("r")
-    future = running.ask(found, running.joined(found, {}))
-    found.clear()
-    states.clear()
-    return future.result(timeout=0)
+    core = cast("Any", SimpleNamespace(client_count=1))
+    steering = AsyncSteering(CONFIG, ModuleCatalog(CONFIG), core, NOBODY)
+    steering._running = running
+
+    async def abort() -> object:
+        task = asyncio.create_task(steering.change("r", {}))
+        while not states["a"].sent.is_asked:
+            await asyncio.sleep(0.01)
+        states.clear()
+        return await asyncio.wait_for(task, 10)
+
+    return asyncio.run(abort())
 
 
 def several_servers() -> object:
@@ -88,6 +106,7 @@ RUNNING = [
     Case({}, do=ended),
     Case(path("capture"), do=lambda: change({"capture": {}})),
     Case(path("request_id"), do=twice),
+    Case(path("request_id"), do=overtaken),
     Case(path("request_id"), do=lambda: change({}, ids="ab")),
     Case(path("request_id"), do=several_servers),
     Case(path("structured_outputs"), do=lambda: change({}, structured_outputs=GRAMMAR)),
@@ -97,8 +116,8 @@ RUNNING = [
         do=lambda: change({"steering_vectors": vectors(2.0, positions=[0, POSITION - 1])}),
     ),
     Case(
-        path("prefill_steering_vectors", "7"),
-        do=lambda: change({"prefill_steering_vectors": vectors(2.0)}),
+        path("prefill_steering_vectors"),
+        do=lambda: change({"prefill_steering_vectors": vectors(2.0), "steering_vectors": LATER}),
     ),
     Case(
         path("steering_vectors", "3", "2", option="max_steering_configs"),

@@ -93,6 +93,29 @@ def test_a_chat_is_found_by_its_id(server: Server) -> None:
     assert len(done.json()["changed"]) == 1
 
 
+def test_all_prompts_of_a_body_are_changed_or_none(server: Server) -> None:
+    """What one of them refuses is found before any is changed."""
+    prompts = ["Today I went to", "a"]
+    [op] = PUSH["steering"]
+    later = {"steering": [{**op, "positions": {"start": LENGTH + 5}}]}  # past the second's end
+    for body, status in ((PUSH, 200), (later, 400)):
+        for _ in range(20):
+            with answering(server, "/v1/completions", prompt=prompts) as answer:
+                assert answer.next()
+                done = server.post(f"/v1/steering/requests/{answer.id}", body, **MINE)
+                while answer.next():
+                    pass
+            if done.status_code == status and len(done.json().get("changed", "no")) == 2:
+                break
+        assert done.status_code == status, done.text
+        if status == 200:
+            assert {(c["prompt"], c["completion"]) for c in done.json()["changed"]} == {
+                (0, 0), (1, 0)
+            }  # fmt: skip
+    plain = [whole(server, prompt=prompt) for prompt in prompts]
+    assert sorted(answer.tokens) == sorted(plain[0] + plain[1])
+
+
 def test_nobody_changes_the_answers_of_others(server: Server) -> None:
     """With another key, or an id that is nobody's, nothing is found, and the answer is as it was.
     The twin, with its own key, is changed."""

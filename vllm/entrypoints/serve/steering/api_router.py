@@ -16,7 +16,8 @@ from vllm import envs
 from vllm.config.compat import LENS
 from vllm.entrypoints.serve.steering.lens_routes import router as lens_router
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.interventions.errors import reject, show_key
+from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.frontend.control.running import not_running
 from vllm.v1.interventions.frontend.control.steering import AsyncSteering
 from vllm.v1.interventions.plan import STEERING_FIELDS
 from vllm.v1.steering.modules import FIELDS, need_module_name
@@ -185,18 +186,22 @@ async def change(request: Request, request_id: str) -> dict[str, Any]:
     body = await read_body(request, STEERING_FIELDS)
     steering = _engine(request).steering
     read = _engine(request).input_processor.plan_threads.run
-    fields = await read(fields_of, body)
-    changed, missing = [], f"no request of yours is running under the id {show_key(request_id)}"
-    for one in steering.ids(request_id):
-        prompt = int(one.removeprefix(f"{request_id}-")) if one != request_id else 0
-        try:
-            found = await steering.change(one, fields)
-        except LookupError as error:
-            missing = str(error)
-            continue
-        changed += [{"prompt": prompt, "completion": i, "position": found[i]} for i in found]
-    if not changed:
-        raise HTTPException(HTTPStatus.NOT_FOUND.value, detail=missing)
+    fields, ids = await read(fields_of, body), steering.ids(request_id)
+    try:
+        if not ids:
+            raise not_running(request_id)
+        found = await steering.change_each(ids, fields)
+    except LookupError as error:
+        raise HTTPException(HTTPStatus.NOT_FOUND.value, detail=str(error)) from error
+    changed = [
+        {
+            "prompt": int(one.removeprefix(f"{request_id}-")) if one != request_id else 0,
+            "completion": completion,
+            "position": position,
+        }
+        for one, positions in found.items()
+        for completion, position in positions.items()
+    ]
     return {"id": request_id, "changed": changed}
 
 

@@ -134,12 +134,20 @@ def _refuse_others(nested: Mapping[str, Any]) -> None:
     refuse_misspelt(nested.keys(), "sampling_params.")
 
 
+XARGS = "vllm_xargs"
+
+
 def _lift(cls: type[BaseModel], data: Any) -> Any:
     """Return a body with the fields in its `sampling_params` beside these."""
     if not isinstance(data, Mapping):
         return data
     unknown = data.keys() - cls.model_fields.keys()
     refuse_unserved({field: data[field] for field in unknown}, served=True)
+    if data.get(XARGS) is not None:
+        raise UnservedField(
+            f"{XARGS}: is not a field of this endpoint, and would be ignored; say it in fields",
+            parameter=XARGS,
+        )
     nested = data.get("sampling_params")
     if not isinstance(nested, Mapping):
         return data

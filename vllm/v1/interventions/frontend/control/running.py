@@ -2,7 +2,7 @@
 """Running requests, whose steering may be changed by who sent them."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from secrets import compare_digest
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,15 @@ COMPLETIONS = "cmpl-"
 """Start of the ids of answers that may be to several prompts: the number of each follows."""
 
 
+def not_running(*request_ids: str) -> LookupError:
+    """Make the error of a client that has no running request of these ids."""
+    ids = ", ".join(map(show_key, request_ids))
+    return LookupError(
+        f"no request of yours is running under the id {ids}: it ended, or was sent with another "
+        "Authorization header"
+    )
+
+
 class Running:
     """One completion of a running request."""
 
@@ -40,7 +49,7 @@ class Running:
         self.sent, self.sample, self.parent = sent, state.request_index, state.parent_req
         self.prompt: list[int] = state.prompt_token_ids or []  # nothing changes it: no copy
         self.steering = sent.plan.steering
-        """What it has, which a change is joined with."""
+        """Steering that it has, with which a change is joined."""
 
 
 class RunningRequests:
@@ -68,14 +77,21 @@ class RunningRequests:
         start = f"{known}-"
         return [each for each in others if each.startswith(start) and each[len(start) :].isdigit()]
 
-    def find(self, request_id: str) -> list[Running]:
-        """Return the completions of a request, of those that its own client asks for.
+    def find(self, request_ids: Sequence[str]) -> dict[str, list[Running]]:
+        """Return the completions of requests that are running, of those that their own client asks
+        for, by id.
 
         Raises:
             LookupError: there are none.
-            ValueError: nothing can be changed of it, or another change of it is under way.
+            ValueError: nothing can be changed of one, or another change of it is under way.
         """
         need_steering(self._config, ID)
+        found = {one: each for one in request_ids if (each := self._of(one))}
+        if not found:
+            raise not_running(*request_ids)
+        return found
+
+    def _of(self, request_id: str) -> list[Running]:
         ids = self._processor.external_req_ids.get(request_id, [])
         states = [self._processor.request_states.get(each) for each in ids]
         found = [
@@ -85,8 +101,6 @@ class RunningRequests:
             and state.sent is not None
             and compare_digest(state.sent.client, CLIENT.get())
         ]
-        if not found:
-            raise LookupError(f"no request of yours is running under the id {show_key(request_id)}")
         if len(found) > 1 and (found[0].parent is None or len({r.parent for r in found}) > 1):
             reject(ID, "is the id of several running requests; give each an id of its own")
         for running in found:
@@ -99,9 +113,11 @@ class RunningRequests:
                 reject(ID, "is being changed already; wait for the answer to that")
         return found
 
-    def joined(self, found: list[Running], fields: Mapping[str, Any]) -> list[Joined]:
-        """Read what completions of a request are to have from now on, and join it with what they
-        have; in a thread, as it may take long.
+    def joined(
+        self, requests: list[list[Running]], fields: Mapping[str, Any]
+    ) -> list[list[Joined]]:
+        """Read what completions of requests are to have from now on, and join it with what they
+        have; in a thread, as it may take long. The requests have the limits of one together.
 
         Args:
             fields: fields of `SamplingParams` that steer, by name.
@@ -112,13 +128,15 @@ class RunningRequests:
         Given(fields, "body").mapping()
         if unknown := unknown_keys(fields, STEERING_FIELDS):
             reject(unknown[0], f"cannot be changed; what can is {', '.join(STEERING_FIELDS)}")
-        work = Work(self._config.steering_config.max_request_work, len(found))
         path = next((name for name in STEERING_FIELDS if fields.get(name) is not None), ID)
-        made: dict[int, Joined] = {}
-        for running in found:
-            if id(running.steering) not in made:
-                made[id(running.steering)] = self._joined(running, fields, path, work)
-        return [made[id(running.steering)] for running in found]
+        limit, made = self._config.steering_config.max_request_work, list[list[Joined]]()
+        for found in requests:
+            work, known = Work(limit, len(found), len(requests)), dict[int, Joined]()
+            for running in found:
+                if id(running.steering) not in known:
+                    known[id(running.steering)] = self._joined(running, fields, path, work)
+            made.append([known[id(running.steering)] for running in found])
+        return made
 
     def _joined(self, running: Running, fields: Mapping[str, Any], path: str, work: Work) -> Joined:
         sent, prompt = running.sent, running.prompt
@@ -131,7 +149,7 @@ class RunningRequests:
         seen = Prompt(prompt, params.max_tokens, self._processor.tokenizer, work)
         shape = need_steering(self._config, path)
         config = self._config.steering_config
-        after = steering_plan(params, seen, config, shape, self._modules)
+        after = steering_plan(params, seen, config, shape, self._modules, len(prompt))
         if any(program.decides for program in after.programs):
             reject(
                 path,
@@ -145,16 +163,21 @@ class RunningRequests:
             need_known_doses(sent.plan.capture, joined.op_sites)
         return joined
 
-    def ask(self, found: list[Running], joined: list[Joined]) -> Future[dict[int, int]]:
-        """Have completions steered otherwise from their next outputs on; the future has the
-        position of each from which it acts, those left out that ended before.
+    def ask(
+        self, requests: list[list[Running]], joined: list[list[Joined]]
+    ) -> list[Future[dict[int, int]]]:
+        """Have the completions of requests steered otherwise from their next outputs on; the future
+        of each request has the position from which it acts of each completion, those left out that
+        ended before.
 
         Raises:
-            ValueError: another change came in between.
+            ValueError: another change came in between; then none is changed.
         """
-        if any(r.sent.is_asked or r.sent.plan.steering is not r.steering for r in found):
-            reject(ID, "is being changed already; wait for the answer to that")
-        change = NewSteering({running.sample for running in found})
-        for running, each in zip(found, joined, strict=True):
-            running.sent.ask(each, change, running.sample)
-        return change.future
+        for running in (one for found in requests for one in found):
+            if running.sent.is_asked or running.sent.plan.steering is not running.steering:
+                reject(ID, "is being changed already; wait for the answer to that")
+        changes = [NewSteering({running.sample for running in found}) for found in requests]
+        for change, found, plans in zip(changes, requests, joined, strict=True):
+            for running, each in zip(found, plans, strict=True):
+                running.sent.ask(each, change, running.sample)
+        return [change.future for change in changes]

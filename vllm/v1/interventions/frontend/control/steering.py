@@ -5,9 +5,9 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
-from functools import wraps
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import msgspec
@@ -232,7 +232,7 @@ class AsyncSteering(_Coroutines):
         processor: "OutputProcessor",
     ) -> None:
         super().__init__(config, catalog, processor)
-        self._core = core
+        self._core, self._thread = core, ThreadPoolExecutor(1, "change")
         changes = config.steering_config.enable_steering or config.capture_config.enabled
         self._shared = changes and core.client_count > 1
         catalog.refresh = self.refresh
@@ -256,13 +256,39 @@ class AsyncSteering(_Coroutines):
             ValueError: it cannot be changed exactly, or a field is wrong.
             LookupError: no such request of this client is running, or it ended meanwhile.
         """
+        return (await self.change_each([request_id], fields))[request_id]
+
+    async def change_each(
+        self, request_ids: Sequence[str], fields: Mapping[str, Any]
+    ) -> dict[str, dict[int, int]]:
+        """Change the steering of several running requests as `change` does, by their ids. What is
+        wrong with one is found before any is changed.
+
+        Returns:
+            What `change` does, for each request that goes on.
+
+        Raises:
+            LookupError: all ended.
+        """
         if self._core.client_count > 1:
             reject(ID, "is known to one of several API servers; start the server with one")
-        found = self._running.find(request_id)
-        joined = await self._work(self._running.joined, found, fields)
-        future = self._running.ask(found, joined)
-        del found  # it would keep requests that end, and with them the word that they ended
-        return await asyncio.wrap_future(future)
+        found = self._running.find(request_ids)
+        work, ids = partial(self._running.joined, [*found.values()], fields), [*found]
+        joined = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        futures = self._running.ask([*found.values()], joined)
+        del found, work  # they would keep requests that end, and with them the word that they ended
+        answers = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+        for one in answers:
+            if isinstance(one, BaseException) and not isinstance(one, LookupError):
+                raise one
+        made = {
+            name: one
+            for name, one in zip(ids, answers, strict=True)
+            if not isinstance(one, BaseException)
+        }
+        if not made and isinstance(answers[0], BaseException):
+            raise answers[0]
+        return made
 
     def ids(self, known: str) -> list[str]:
         """Return the ids of the requests that an answer over HTTP, of the id `known`, is made
@@ -341,8 +367,9 @@ class Steering(_Known):
         Returns:
             What that returns, once the engine has stepped on.
         """
-        found = self._running.find(request_id)
-        return self._running.ask(found, self._running.joined(found, fields))
+        found = [*self._running.find([request_id]).values()]
+        [future] = self._running.ask(found, self._running.joined(found, fields))
+        return future
 
     set = _blocking(_Coroutines.set)
     set_tiers = _blocking(_Coroutines.set_tiers)

@@ -30,13 +30,17 @@ def steering_plan(
     config: SteeringConfig,
     shape: TapShape,
     catalog: ModuleCatalog,
+    begun: int = 0,
 ) -> SteeringPlan:
     """Make a plan of a request's steering fields.
+
+    Args:
+        begun: the position before which all is computed, by another plan.
 
     Raises:
         ValueError: with the path of the field, see docs/errors.md.
     """
-    request = _Request(params, prompt, config, shape)
+    request = _Request(params, prompt, config, shape, begun)
     for tier, field in zip(TIERS, VECTOR_FIELDS, strict=True):
         if getattr(params, field) is not None:
             request.add_vectors(tier, field, catalog.vectors)
@@ -50,9 +54,14 @@ class _Request:
     """Adds one steering field after the other to the segments of a request."""
 
     def __init__(
-        self, params: SamplingParams, prompt: Prompt, config: SteeringConfig, shape: TapShape
+        self,
+        params: SamplingParams,
+        prompt: Prompt,
+        config: SteeringConfig,
+        shape: TapShape,
+        begun: int,
     ) -> None:
-        self._params = params
+        self._params, self._begun = params, begun
         self._prompt = prompt
         self._config = config
         self._shape = shape
@@ -76,6 +85,8 @@ class _Request:
 
     def add_vectors(self, tier: str, field: str, memo: VectorMemo) -> None:
         phase = self._segments.phases[tier]
+        if self._begun and phase.stop <= self._begun:
+            reject(field, "act on the prompt, which is computed already")
         parsed = memo.parse(getattr(self._params, field), field, self._shape, self._select)
         for vectors, positions, vector_set in parsed:
             need_steered_points(vectors, field, self._config)

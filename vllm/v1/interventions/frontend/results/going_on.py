@@ -4,7 +4,8 @@
 The engine may be far ahead of what the frontend has seen of an answer. So the frontend drops the
 engine's request, and sends it anew under another id, with what it keeps of the answer as if that
 had been generated. Nothing that the old request still does can reach the answer, and all that
-depends on positions, phases, penalties or seeds is as for a request that was preempted.
+depends on positions, phases or penalties is as for a request that was preempted. What a seed draws
+begins anew.
 """
 
 import copy
@@ -143,6 +144,11 @@ class SentRequest:
         self._end = weakref.finalize(self, change.ended, sample)
         self._end.atexit = False
 
+    def fail(self, error: Exception) -> None:
+        """Tell who waits for a change that there will be none."""
+        if self._asked is not None and self._asked[1].is_wanted:
+            self._asked[1].future.set_exception(error)
+
     def changes(self, state: "RequestState", config: SteeringConfig) -> int | None:
         """If it is to be steered otherwise, change its plan and return the position from which on
         it is: that of the last token that was given out."""
@@ -215,6 +221,11 @@ class SentRequests:
         """Take note of an output with events."""
         if (sent := self._sent.get(output.request_id)) is not None:
             sent.came(output)
+
+    def fail(self, error: Exception) -> None:
+        """Tell who waits for a change that the engine is gone."""
+        for sent in [*self._sent.values()]:
+            sent.fail(error)
 
     def goes_on(self, processor: "OutputProcessor", state: "RequestState") -> int | None:
         """Send the request of an answer anew, under another id, if the answer was cut or is to be

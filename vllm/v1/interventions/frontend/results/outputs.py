@@ -409,7 +409,8 @@ class CaptureOutputs:
         return ready
 
     def fail(self, error: Exception) -> None:
-        """Tell those who wait for held outputs that the engine is gone."""
+        """Tell those who wait for held outputs, or for changes, that the engine is gone."""
+        self.sent.fail(error)
         for capture in self._open.values():
             if capture.ended:
                 capture.hold.put(error)
