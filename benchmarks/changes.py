@@ -6,7 +6,8 @@
 One request of eight gets another module, of all points of all layers, each `--every` tokens; the
 others are steered by one module throughout. Rounds take turns with the same batch that nobody
 changes. "to act" is the time from the call to the output whose token is the first that the change
-acts on; TPOT is of the requests that nobody changes, and of those that are changed.
+acts on. The time per token has the prompt in it; it is of the requests that nobody changes, and of
+those that are changed.
 """
 
 from __future__ import annotations
@@ -115,13 +116,13 @@ def main() -> None:
     at = {"batch": args.batch, "prompt": args.prompt}
     unchanged, changed = "nobody is changed", f"one of {EVERY}, each {args.every} tokens"
     rows = [
-        Row(unchanged, "TPOT, the others", "ms", others[False], at),
-        Row(changed, "TPOT, the others", "ms", others[True], at, beside=(unchanged,)),
-        Row(unchanged, "TPOT, those changed", "ms", own[False], at),
-        Row(changed, "TPOT, those changed", "ms", own[True], at, beside=(unchanged,)),
+        Row(unchanged, "time per token, the others", "ms", others[False], at),
+        Row(changed, "time per token, the others", "ms", others[True], at, beside=(unchanged,)),
+        Row(unchanged, "time per token, those changed", "ms", own[False], at),
+        Row(changed, "time per token, those changed", "ms", own[True], at, beside=(unchanged,)),
         Row(changed, "to act", "ms", took, at),
     ]
-    setup = results.setup(args, **model_shape(args.model))
+    setup = results.setup(args, model=model_shape(args.model))
     results.publish(Run("changes", setup, rows, baselines=()), args.json)
     llm.llm_engine.engine_core.shutdown()
 
