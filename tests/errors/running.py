@@ -85,7 +85,7 @@ def ended() -> object:
 
     async def abort() -> object:
         task = asyncio.create_task(steering.change("r", {}))
-        while not states["a"].sent.is_asked:
+        while states["a"].sent.asked is None:
             await asyncio.sleep(0.01)
         states.clear()
         return await asyncio.wait_for(task, 10)

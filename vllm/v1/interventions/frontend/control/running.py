@@ -109,7 +109,7 @@ class RunningRequests:
             for path, is_given, why in refused:
                 if is_given:
                     reject(path, f"of a running request is in the way of a change: {why}")
-            if sent.is_asked:
+            if sent.asked is not None:
                 reject(ID, "is being changed already; wait for the answer to that")
         return found
 
@@ -174,7 +174,7 @@ class RunningRequests:
             ValueError: another change came in between; then none is changed.
         """
         for running in (one for found in requests for one in found):
-            if running.sent.is_asked or running.sent.plan.steering is not running.steering:
+            if running.sent.asked is not None or running.sent.plan.steering is not running.steering:
                 reject(ID, "is being changed already; wait for the answer to that")
         changes = [NewSteering({running.sample for running in found}) for found in requests]
         for change, found, plans in zip(changes, requests, joined, strict=True):

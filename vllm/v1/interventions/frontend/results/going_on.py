@@ -95,7 +95,8 @@ class SentRequest:
         """Vector sets of modules that the plan refers to."""
         self._is_queued = False
         """True if the engine is still to say that it has the request."""
-        self._asked: tuple[Joined, NewSteering] | None = None
+        self.asked: tuple[Joined, NewSteering] | None = None
+        """Steering that it is to have and has not yet, and who waits for that."""
         self._end: weakref.finalize[..., SentRequest] | None = None
 
     @property
@@ -133,26 +134,21 @@ class SentRequest:
             plan=msgspec.structs.replace(plan, begun=Begun([*output_token_ids], rows)),
         )
 
-    @property
-    def is_asked(self) -> bool:
-        """True if it is to have another steering, and has not yet."""
-        return self._asked is not None
-
     def ask(self, joined: Joined, change: NewSteering, sample: int) -> None:
         """Have the request steered otherwise, from its next output on."""
-        self._asked = joined, change
+        self.asked = joined, change
         self._end = weakref.finalize(self, change.ended, sample)
         self._end.atexit = False
 
     def fail(self, error: Exception) -> None:
         """Tell who waits for a change that there will be none."""
-        if self._asked is not None and self._asked[1].is_wanted:
-            self._asked[1].future.set_exception(error)
+        if self.asked is not None and self.asked[1].is_wanted:
+            self.asked[1].future.set_exception(error)
 
     def changes(self, state: "RequestState", config: SteeringConfig) -> int | None:
         """If it is to be steered otherwise, change its plan and return the position from which on
         it is: that of the last token that was given out."""
-        asked, self._asked = self._asked, None
+        asked, self.asked = self.asked, None
         if asked is None:
             return None
         joined, change = asked
@@ -237,7 +233,7 @@ class SentRequests:
         if (sent := state.sent) is None or state.detokenizer is None:
             return None
         rows = None if state.rules is None else state.rules.goes_on()
-        if rows is None and sent.is_asked:
+        if rows is None and sent.asked is not None:
             rows = sent.changes(state, self._config)
         if rows is None:
             return None

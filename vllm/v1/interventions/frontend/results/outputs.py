@@ -357,6 +357,9 @@ class CaptureOutputs:
     def goes_on(self, processor: "OutputProcessor", state: "RequestState") -> bool:
         """Tell whether an answer was cut or is steered otherwise, and goes on; if so, send its
         request anew."""
+        # Of each request in each step: most leave here.
+        if state.sent is None or (state.rules is None and state.sent.asked is None):
+            return False
         old, rows = state.request_id, self.sent.goes_on(processor, state)
         if rows is None:
             return False
