@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes docs/scale.md, which says what many GPUs move: `python -m benchmarks.scale`.
 
-The words are those of `scale.in.md`; `{{bytes}}`, `{{rates}}` and `{{limits}}` there are tables of
-what `docs/measurements` has of one H200 and of sizes of models. Nothing of it was run on more than
-one host, and the page says so.
+The words are those of `scale.in.md`; `{{bytes}}`, `{{rates}}`, `{{billion}}` and `{{limits}}` there
+are tables of what `docs/measurements` has of one H200 and of sizes of models. Nothing of it was run
+on more than one host, and the page says so.
 """
 
 from __future__ import annotations
@@ -153,6 +153,29 @@ def limits_table(measured: Measured) -> str:
     return table(head, rows)
 
 
+def billion_table(runs: Mapping[str, Json]) -> str:
+    """GPU hours and bytes of a billion prompt tokens of the model that was measured."""
+    large = {"requests": 64, "prompt": 1024}
+    [every] = [
+        row["median"]
+        for row in runs["h200-extraction.json"]["rows"]
+        if row["case"] == "ours, all layers, inline" and row["at"] == large
+    ]
+    rates = {row["case"]: row["median"] for row in runs["h200-early-stop.json"]["rows"]}
+    row_bytes = 2 * MEASURED.hidden
+    small = MEASURED.hidden + 4  # int8, with a float32 for the row
+    rows = []
+    for name, rate, layers in (
+        ("layer 15, and nothing after it is run", rates["stopped"], 1),
+        ("layer 15, the whole model", rates["whole"], 1),
+        ("all layers", every, MEASURED.layers),
+    ):
+        sizes = [size(each * layers * 1e9) for each in (row_bytes, small)]
+        rows.append([name, f"{rate:,.0f}", f"{1e9 / rate / 3600:.1f}", *sizes])
+    head = ["rows of", "tokens a second", "GPU hours", "bytes, bfloat16", "bytes, int8"]
+    return table(head, rows)
+
+
 def render(runs: Mapping[str, Json], template: str) -> str:
     """The page."""
     measured = Measured.of(runs)
@@ -160,6 +183,7 @@ def render(runs: Mapping[str, Json], template: str) -> str:
         ("bytes", bytes_table()),
         ("rates", rates_table(measured)),
         ("limits", limits_table(measured)),
+        ("billion", billion_table(runs)),
         ("prompt rate", f"{measured.prompt_rate:,.0f}"),
         ("decode rate", f"{measured.decode_rate:,.0f}"),
     ):

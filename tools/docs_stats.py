@@ -31,7 +31,7 @@ BUDGETS = {
     "docs/playground.md": 690,
     "docs/probes.md": 880,
     "docs/reliability.md": 515,
-    "docs/scale.md": 450,
+    "docs/scale.md": 495,
     "docs/steering.md": 1865,
     "docs/tutorial.md": 895,
 }
