@@ -17,6 +17,7 @@ import pytest
 
 from tests.http.server import greedy, save_model, serve
 from tests.support.plans import config_of
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.steering import serving
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.plan import Plan
@@ -97,7 +98,7 @@ def test_a_request_id_cannot_forge_a_line_of_the_log(
         request_logger=object(),
         _extract_prompt_components=lambda prompt: SimpleNamespace(token_ids=[1]),
     )
-    body: Any = SimpleNamespace(model_extra={"steering_inherit_global": True}, stream=False)
+    body = CompletionRequest.model_validate({"prompt": "a", "steering_inherit_global": True})
     params = SamplingParams(steering_inherit_global=True)
     prompt: Any = {"type": "token"}
     for request_id in ("cmpl-1\nINFO: forged", "cmpl-\u2028forged", "cmpl-2"):

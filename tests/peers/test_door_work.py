@@ -25,6 +25,7 @@ import torch
 from tests.support.plans import HIDDEN, VECTOR, config_of
 from vllm import SamplingParams
 from vllm.config.points import STREAM_POINTS
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.steering import capture_results, serving
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import InterventionError
@@ -114,7 +115,7 @@ def intervene(fields: dict[str, Any]) -> tuple[int, SamplingParams | str]:
         steering=SimpleNamespace(refresh=refresh),
     )
     server: Any = SimpleNamespace(engine_client=engine, request_logger=None)
-    body: Any = SimpleNamespace(model_extra=fields, vllm_xargs=args, stream=False)
+    body = CompletionRequest.model_construct(stream=False, vllm_xargs=args, **fields)
 
     async def run() -> tuple[int, SamplingParams | str]:
         with Lines() as lines:
