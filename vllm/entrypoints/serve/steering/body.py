@@ -135,6 +135,7 @@ def _refuse_others(nested: Mapping[str, Any]) -> None:
 
 
 XARGS = "vllm_xargs"
+"""The field of a body that has what requests say to other tools."""
 
 
 def _lift(cls: type[BaseModel], data: Any) -> Any:

@@ -26,7 +26,7 @@ from vllm.v1.interventions.frontend.request.media import sent_again
 from vllm.v1.interventions.frontend.request.resolve import checked
 from vllm.v1.interventions.plan import PLAN_FIELDS, STEERING_FIELDS, Plan
 
-from .body import asked_fields, names_modules, refuse_beams, set_plan_fields
+from .body import XARGS, asked_fields, names_modules, refuse_beams, set_plan_fields
 from .packed import read_array
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ logger = init_logger(__name__)
 
 def args_path(request: "Asking") -> str:
     """Return what stands in errors before a key of what a body says to other tools."""
-    has_xargs = "vllm_xargs" in type(request).model_fields
-    return "vllm_xargs." if has_xargs else "sampling_params.extra_args."
+    has_xargs = XARGS in type(request).model_fields
+    return f"{XARGS}." if has_xargs else "sampling_params.extra_args."
 
 
 async def intervene(

@@ -166,9 +166,11 @@ class RunningRequests:
     def ask(
         self, requests: list[list[Running]], joined: list[list[Joined]]
     ) -> list[Future[dict[int, int]]]:
-        """Have the completions of requests steered otherwise from their next outputs on; the future
-        of each request has the position from which it acts of each completion, those left out that
-        ended before.
+        """Steer the completions of requests otherwise, from their next outputs on.
+
+        Returns:
+            For each request, its completions' positions from which the change acts, those left out
+            that ended before.
 
         Raises:
             ValueError: another change came in between; then none is changed.

@@ -57,8 +57,8 @@ class NewSteering:
         self._positions[sample] = position
         self.ended(sample)
 
-    def refuse(self, error: InterventionError) -> None:
-        """Tell who waits that a completion cannot have it, and goes on as it was."""
+    def refuse(self, error: Exception) -> None:
+        """Tell who waits that a completion does not have it: it goes on as it was, or ends."""
         if self.is_wanted:
             self.future.set_exception(error)
 
@@ -135,15 +135,15 @@ class SentRequest:
         )
 
     def ask(self, joined: Joined, change: NewSteering, sample: int) -> None:
-        """Have the request steered otherwise, from its next output on."""
+        """Steer the request otherwise, from its next output on."""
         self.asked = joined, change
         self._end = weakref.finalize(self, change.ended, sample)
         self._end.atexit = False
 
     def fail(self, error: Exception) -> None:
         """Tell who waits for a change that there will be none."""
-        if self.asked is not None and self.asked[1].is_wanted:
-            self.asked[1].future.set_exception(error)
+        if self.asked is not None:
+            self.asked[1].refuse(error)
 
     def changes(self, state: "RequestState", config: SteeringConfig) -> int | None:
         """If it is to be steered otherwise, change its plan and return the position from which on
