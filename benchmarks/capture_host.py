@@ -119,7 +119,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
 
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.capture.transport.landing import Landing, Places
+    from vllm.v1.capture.transport.landing import Landing, ReceivedPlaces
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.interventions.capture_groups import CaptureGroups
@@ -163,7 +163,8 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     names = [str(i) for i in range(args.requests)]
     prompt = [1] * (num_rows if args.tokens > 1 else 1)
     landing = Landing(4 << 30)
-    places = Places() if args.messages else landing
+    received = ReceivedPlaces()
+    places = received.places if args.messages else [landing]
     config = SimpleNamespace(
         tap_shape=None,
         parallel_config=SimpleNamespace(_api_process_count=1),
@@ -182,7 +183,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         asked.external_req_id = name
         states[name] = RequestState.from_new_request(None, asked, None, None, 0, None, False, 1)
         frontend.open(states[name], asked)
-    relay = RowRelay(CaptureSessions(VllmConfig()))
+    relay = RowRelay(CaptureSessions(VllmConfig()), None)
     core = [
         SimpleNamespace(
             request_id=name,
@@ -199,7 +200,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     blocks = Blocks({layout: members})
     outbox = Outbox(landing, Material(arena, projections, {}))
     encoder = MsgpackEncoder(oob_tensor_consumer=relay.encoder)
-    decoder = MsgpackDecoder(EngineCoreOutputs, oob_tensor_provider=places)
+    decoder = MsgpackDecoder(EngineCoreOutputs, oob_tensor_provider=received)
     times = dict.fromkeys(STAGES, 0.0)
     tokens: list[int] = []
     for step in range(args.steps):

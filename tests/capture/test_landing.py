@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 
 from tests.support import warm
 from vllm.v1.capture.transport import landing as module
-from vllm.v1.capture.transport.landing import Landing, Places, Room, RowEncoder, own_memory
+from vllm.v1.capture.transport.landing import (
+    Landing,
+    Places,
+    ReceivedPlaces,
+    Room,
+    RowEncoder,
+    own_memory,
+)
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 pytestmark = pytest.mark.quick
@@ -43,7 +50,7 @@ def taken(room: Room, size: int) -> torch.Tensor | None:
 
 def encoder_of(places: Places) -> RowEncoder:
     encoder = RowEncoder()
-    encoder.places = places
+    encoder.steps = places
     return encoder
 
 
@@ -52,7 +59,7 @@ def encoder_of(places: Places) -> RowEncoder:
 def test_what_is_read_is_what_was_written(sizes: list[int], random: Random) -> None:
     """By the worker's process, one that rows are passed on to, and one that it passes them on to;
     some find no place, and none when all are free."""
-    landing, middle, last = Landing(100 * KB), Places(), Places()
+    landing, middle, last = Landing(100 * KB), Places(), ReceivedPlaces()
     to_last = encoder_of(middle)
     kept: dict[int, torch.Tensor] = {}
     for number, size in enumerate(sizes):
@@ -76,12 +83,12 @@ def test_what_is_read_is_what_was_written(sizes: list[int], random: Random) -> N
     gc.collect()
     middle.reclaim()
     landing.reclaim()
-    assert landing.held == middle.held == last.held == 0
+    assert landing.held == middle.held == last.steps.held == 0
     assert written(landing, 0, 100) is not None
 
 
 def test_a_place_is_free_when_the_last_view_is_gone() -> None:
-    landing, places = Landing(100 * KB), Places()
+    landing, places = Landing(100 * KB), ReceivedPlaces()
     encoder = encoder_of(landing)
     first, second = (written(landing, i, 40) for i in range(2))
     assert first is not None and second is not None
@@ -89,7 +96,7 @@ def test_a_place_is_free_when_the_last_view_is_gone() -> None:
     # Several tensors of one place, in one message, are one place.
     metas = [encoder(part) for part in (second[:3], second[3:])]
     parts = [places("float32", (3, 2, 128), meta) for meta in metas if meta is not None]
-    assert places.held == 40 * KB
+    assert places.steps.held == 40 * KB
     del second
     parts.pop()
     gc.collect()
@@ -97,7 +104,7 @@ def test_a_place_is_free_when_the_last_view_is_gone() -> None:
     assert written(landing, 2, 40) is None
     parts.pop()
     gc.collect()
-    assert places.held == 0
+    assert places.steps.held == 0
     assert landing.held == 80 * KB, "it is free when that is noticed, as somebody takes a place"
     assert written(landing, 2, 40) is not None
     assert bool((first == 0).all())
@@ -137,7 +144,7 @@ def test_ordinary_memory_and_other_hosts_go_by_the_message(monkeypatch: pytest.M
     encoder = RowEncoder()
     rows = written(landing, 0, 1)
     assert rows is not None and encoder(rows) is None, "before there was any step"
-    encoder.places = landing
+    encoder.steps = landing
     assert encoder(rows) is not None
     assert encoder(rows.clone()) is None
     assert encoder.for_frontends(["ipc:///tmp/a", "ipc:///tmp/b"]) is encoder
@@ -213,7 +220,7 @@ def test_places_never_overlap(steps: list[tuple[int, int, int]]) -> None:
 
 
 def _frontend(pipe: Connection) -> None:
-    places = Places()
+    places = ReceivedPlaces()
     decoder = MsgpackDecoder(list[torch.Tensor], oob_tensor_provider=places)
     kept: list[torch.Tensor] = []
     for _ in range(4):

@@ -70,6 +70,7 @@ DEFAULTS = {
     "capture_lens": [],
     "capture_lens_rows": 512,
     "capture_stop_after": None,
+    "capture_keep_bytes": 0,
     "rules": None,
 }
 
@@ -104,6 +105,7 @@ def test_flags_are_the_options(model: Path) -> None:
         *("--capture-lens", "logit", "big=lens.safetensors"),
         *("--capture-lens-rows", "64"),
         *("--capture-stop-after", "3"),
+        *("--capture-keep-bytes", "1048576"),
         *("--rules", "rules.json"),
     ]
     asked = options_of(parse(model, *flags))
@@ -129,6 +131,7 @@ def test_flags_are_the_options(model: Path) -> None:
         "capture_lens": ["logit", "big=lens.safetensors"],
         "capture_lens_rows": 64,
         "capture_stop_after": 3,
+        "capture_keep_bytes": 1 << 20,
         "rules": "rules.json",
     }
     # Every option has a flag, and every flag was told apart from its default.
@@ -158,6 +161,7 @@ def test_options_reach_the_config(model: Path) -> None:
         "capture_lens": ["logit"],
         "capture_lens_rows": 9,
         "capture_stop_after": None,  # which lenses exclude
+        "capture_keep_bytes": 4096,
         "rules": "rules.json",
     }
     config = build(model, **asked)
@@ -249,6 +253,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"max_steering_configs": 31, "capture_buffer_bytes": 4096}),  # nothing is on
     (CAPTURE, CAPTURE | {"capture_inline_max_bytes": 1}),
     (CAPTURE, CAPTURE | {"capture_overload_policy": "drop"}),
+    (CAPTURE, CAPTURE | {"capture_keep_bytes": 1 << 20}),
     (CAPTURE, {"capture_consumers": ["logging", print]}),
     (CAPTURE, CAPTURE | {"capture_points": list(STREAM_POINTS)[::-1]}),
     (STEERING, STEERING | {"capture_points": ["post_block"]}),

@@ -351,6 +351,7 @@ def test_capture_page(model: Path, tmp_path: Path) -> None:
     assert said["lens"] == "torch.Size([5, 5]) torch.Size([5, 1]) torch.Size([5])"
     likeliest, answer = said["said"].split("] [")
     assert likeliest.strip("[") == answer.strip("]"), "the last layer says what was sampled"
+    assert said["cached"] == "32 rows 52"
     assert said["ended"] == f"torch.Size([{prompt}, {hidden}])" and said["answer"].endswith("[]")
     assert said["logged"].startswith(f"{prompt + 4} rows of post_block 0 |h|=")
     assert said["read"] == f"torch.Size([{prompt + 4}, {hidden}])"

@@ -30,6 +30,7 @@ from tests.errors.files import FILES
 from tests.errors.filesystem import FILESYSTEM
 from tests.errors.focus import FOCUS
 from tests.errors.http import HTTP
+from tests.errors.kept_rows import KEPT_ROWS
 from tests.errors.learning import LEARNING
 from tests.errors.lens import LENS
 from tests.errors.lenses import LENSES
@@ -244,7 +245,7 @@ OTHERS = [
 ]
 
 CASES = REQUESTS + ATTENTION + OTHERS + STEERING + STEERING_CALLS + FILES + CONSUMERS + PROJECT
-CASES += FEATURES + LEARNING + PROBES + EARLY_STOP + RUNNING
+CASES += FEATURES + LEARNING + PROBES + EARLY_STOP + KEPT_ROWS + RUNNING
 CASES += FILESYSTEM + LENS + TOOLKIT + FOCUS + LENSES + DATASETS + SWEEPS + EASYSTEER + ANALYZERS
 CASES += RULES + CONVERTING + HOTWIRE + INTERP
 

@@ -27,7 +27,7 @@ from vllm.v1.capture.consumer import (
     Location,
     RequestInfo,
 )
-from vllm.v1.capture.transport.landing import Places
+from vllm.v1.capture.transport.landing import ReceivedPlaces
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
@@ -337,13 +337,13 @@ def test_offline(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     shared: list[int] = []
 
-    class Counted(Places):
+    class Counted(ReceivedPlaces):
         def __call__(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> Any:
             tensor = super().__call__(dtype, shape, meta)
             shared.append(tensor.nbytes)
             return tensor
 
-    monkeypatch.setattr(core_client, "Places", Counted)
+    monkeypatch.setattr(core_client, "ReceivedPlaces", Counted)
     options = {"enable_steering": True, "capture_consumers": ["inline"]}
     options["capture_landing_bytes"] = landing
     llm = make_llm(tiny_models.path("llama"), max_num_batched_tokens=1024, **options)

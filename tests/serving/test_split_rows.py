@@ -236,7 +236,8 @@ def test_an_engine_of_its_own_process(
 
     def recorded(inbox: Any, chunks: Any) -> None:
         for chunk in chunks:
-            places = [inbox._link.places.address_of(v) for v in chunk.values if v.numel()]
+            (steps, _) = inbox._link.places
+            places = [steps.address_of(v) for v in chunk.values if v.numel()]
             assert all(places), "rows came in ordinary memory"
             num_senders.add(len({place.pid for place in places}))
         add(inbox, chunks)
@@ -248,7 +249,7 @@ def test_an_engine_of_its_own_process(
             judge.check(ask, output)
         # How many steps are split depends on when requests arrive; some are in every run.
         assert num_senders == {1, 2}
-        places = llm.llm_engine.engine_core.row_places  # type: ignore[attr-defined]
+        places = llm.llm_engine.engine_core.row_places.steps  # type: ignore[attr-defined]
         assert len({pid for pid, _ in places._mapped}) > 2, "leases, and two landings"
 
 

@@ -110,6 +110,7 @@ def pair(folder: Path, tiny_models: TinyModels) -> Iterator[tuple[LLM, Judge]]:
         skip_tokenizer_init=False,
         enable_steering=True,
         capture_consumers=["inline"],
+        capture_keep_bytes=1 << 24,
         enable_lora=True,
         # Upstream's CPU kernels take -1, no adapter, for an index: the last place must be empty.
         max_loras=3,
@@ -166,6 +167,27 @@ def test_lora(line: Timeline, loras: list[tuple[LoRARequest, dict[str, torch.Ten
         # DECODE finds the prompt blocks of {}; for all of them there is no room.
         hits = [line.cached(name) for name in names[:6]]
         assert any(hits) == warm
+
+
+def test_kept_rows_are_of_one_adapter(
+    line: Timeline, loras: list[tuple[LoRARequest, dict[str, torch.Tensor]]]
+) -> None:
+    """Each adapter finds its own rows, and no other's."""
+    plain = line.judge
+    judges = [plain, *(adapted(plain, deltas) for _, deltas in loras)]
+    for cached in (0, 32):
+        names = [
+            line.add(PROMPT, capture("all"), lora_request=lora)
+            for lora in (None, *(lora for lora, _ in loras))
+        ]
+        line.finish()
+        for i, name in enumerate(names):
+            line.judge = judges[i]
+            line.check(name)
+            line.judge = judges[(i + 1) % 3]
+            with pytest.raises(AssertionError, match="off by"):
+                line.check(name)
+        assert [line.cached(name) for name in names] == [cached] * 3
 
 
 def test_ends_and_branches_under_lora(

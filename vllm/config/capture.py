@@ -77,6 +77,11 @@ class CaptureConfig:
     nothing, needs neither memory nor time for the layers behind it and the head, and takes requests
     with max_tokens=1 alone, whose answers are empty. See docs/capture.md."""
 
+    capture_keep_bytes: int = Field(default=0, ge=0)
+    """Host memory of an engine for rows of blocks that the prefix cache holds: a request that finds
+    such blocks gets their rows from there, and does not compute them again for their sake. 0 keeps
+    none. See docs/capture.md."""
+
     rules: str | None = None
     """A file of rules that hold for all requests, which cannot turn them off: JSON,
     `{"rules": [...]}`. Also has all API servers ask, for each request, which rules are set now. See
@@ -96,6 +101,10 @@ class CaptureConfig:
         if self.capture_stop_after is not None and not self.enabled:
             raise ValueError(
                 "capture_stop_after: needs capture_consumers (--capture-consumers inline)"
+            )
+        if self.capture_keep_bytes and not self.enabled:
+            raise ValueError(
+                "capture_keep_bytes: needs capture_consumers (--capture-consumers inline)"
             )
         for option in ("capture_lens", "rules"):
             if self.capture_stop_after is not None and getattr(self, option):

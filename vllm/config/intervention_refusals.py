@@ -82,6 +82,7 @@ def refuse_unsupported(config: "VllmConfig") -> None:
             ),
         }
         _refuse("capture_lens", refused)
+    refuse_keeping(config)
     refuse_stop(config)
     if config.steering_config.features:
         _refuse("features", {"sleep mode, with capture": model.enable_sleep_mode and capture})
@@ -116,6 +117,23 @@ def refuse_connector(config: "VllmConfig") -> None:
             "stores or fetches is found by tokens or by request, so blocks computed under "
             "steering would be taken for those of plain requests, and plain ones for steered. "
             f"Use {' or '.join(CONTENT_KEYED)}, or capture alone."
+        )
+
+
+def refuse_keeping(config: "VllmConfig") -> None:
+    """Raise ValueError for `capture_keep_bytes` without blocks of the engine's own to keep rows
+    of."""
+    if not config.capture_config.capture_keep_bytes:
+        return
+    if not config.cache_config.enable_prefix_caching:
+        raise ValueError(
+            "capture_keep_bytes: rows are kept of the blocks of the prefix cache, which is off; "
+            "turn it on (--enable-prefix-caching), or leave this option out"
+        )
+    if config.kv_transfer_config is not None:
+        raise ValueError(
+            "capture_keep_bytes: cannot be combined with a KV connector (--kv-transfer-config), "
+            "whose blocks come without rows; leave one of them out"
         )
 
 

@@ -120,6 +120,7 @@ def capture_config_of(args: "EngineArgs") -> CaptureConfig:
         capture_lens=args.capture_lens,
         capture_lens_rows=args.capture_lens_rows,
         capture_stop_after=args.capture_stop_after,
+        capture_keep_bytes=args.capture_keep_bytes,
         rules=args.rules,
     )
 

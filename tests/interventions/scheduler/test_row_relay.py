@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support.plans import HIDDEN, config_of, plan_of
 from tests.support.rows import step_rows
 from vllm import SamplingParams
-from vllm.v1.capture.transport.landing import Landing, Places
+from vllm.v1.capture.transport.landing import Landing, ReceivedPlaces
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.messages import CapturedChunk
@@ -90,7 +90,7 @@ def sent(relay: RowRelay, outputs: EngineCoreOutputs) -> tuple[list[EngineCoreOu
     """What arrives, and how many tensors and buffers it is."""
     encoder = MsgpackEncoder(size_threshold=0, oob_tensor_consumer=relay.encoder)
     parts = encoder.encode(outputs)
-    decoder = MsgpackDecoder(EngineCoreOutputs, oob_tensor_provider=Places())
+    decoder = MsgpackDecoder(EngineCoreOutputs, oob_tensor_provider=ReceivedPlaces())
     got = decoder.decode([memoryview(p) for p in parts])  # type: ignore[arg-type]
     tensors = sum(len(c.values) for o in got.outputs for c in o.captured or [])
     return got.outputs, tensors + len(parts)
@@ -129,7 +129,7 @@ def step(relay: RowRelay, asks: dict[Asks, list[int]]) -> int:
 
 
 def a_relay() -> RowRelay:
-    return RowRelay(CaptureSessions(config_of()))
+    return RowRelay(CaptureSessions(config_of()), None)
 
 
 REQUEST = st.tuples(

@@ -152,31 +152,57 @@ class Places:
                 self._mapped[key] = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
         return self._mapped[key]
 
+
+class ReceivedPlaces:
+    """Places of a frontend's rows, for the decoder of an engine core's messages."""
+
+    def __init__(self) -> None:
+        self.steps, self.kept = Places(), Places()
+
+    @property
+    def places(self) -> list[Places]:
+        """All places in which rows lie."""
+        return [self.steps, self.kept]
+
     def __call__(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> torch.Tensor:
-        """Return a tensor that a `RowEncoder` passed on, for a message's decoder."""
+        """Return a tensor that a `RowEncoder` passed on."""
         place, lease = meta["place"], meta["lease"]
-        rows = self.borrow(Reference(Address(*place), Address(*lease))).view(dtype_of(dtype))
+        places = self.kept if meta["kept"] else self.steps
+        rows = places.borrow(Reference(Address(*place), Address(*lease))).view(dtype_of(dtype))
         return rows.as_strided(shape, meta["stride"], meta["offset"])
 
 
 class RowEncoder(OOBTensorConsumer):
-    """Has the encoder of an engine core's messages pass places on, in place of their bytes."""
+    """Has the encoder of an engine core's messages pass places on, in place of their bytes.
 
-    def __init__(self) -> None:
-        self.places: Places | None = None
+    Args:
+        kept: rows of cached blocks, in memory of the engine core; None if none are kept.
+    """
+
+    def __init__(self, kept: Places | None = None) -> None:
+        self.steps: Places | None = None
         """Places in which the rows of steps lie; None while there are none."""
+        self._kept = kept
+
+    @property
+    def places(self) -> list[Places]:
+        """All places in which rows lie."""
+        return [places for places in (self.steps, self._kept) if places is not None]
 
     def new_message(self) -> None:
         """Let go of what receivers have given back."""
-        if self.places is not None:
-            self.places.reclaim()
+        for places in self.places:
+            places.reclaim()
 
     def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
         """Return where `tensor` is; None if it has to go by the message."""
-        reference = self.places.lend(tensor) if self.places is not None else None
-        if reference is None:
+        for places in self.places:
+            if (reference := places.lend(tensor)) is not None:
+                break
+        else:
             return None
         return {
+            "kept": places is self._kept,
             "place": reference.place,
             "lease": reference.lease,
             "stride": tensor.stride(),

@@ -10,6 +10,7 @@ stale_blocks.py  blocks that may hold NaN, and must be cleared before others get
 turns.py         queues of refused requests, and their turns
 row_budget.py    chooses the rows that leave the device in a step, and checks that they fit
 relay.py         hands a step's rows to frontends and consumers
+kept_rows.py     rows of cached blocks, for requests that find these blocks
 consumers.py     consumers of this process, and the memory reserved for all of them
 state.py         the global state between two changes: tiers, operations, rules and modules
 module_sets.py   vector sets of modules, for requests that name them by digest

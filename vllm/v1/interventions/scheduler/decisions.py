@@ -8,6 +8,7 @@ from vllm.v1.interventions.global_state import startup_state
 from vllm.v1.interventions.messages import GlobalTiers, StepInterventions, WorkerRequest
 from vllm.v1.interventions.scheduler.changes import Changes
 from vllm.v1.interventions.scheduler.consumers import CaptureSessions
+from vllm.v1.interventions.scheduler.kept_rows import KeptRows
 from vllm.v1.interventions.scheduler.module_sets import ModuleSets
 from vllm.v1.interventions.scheduler.pools import Pool
 from vllm.v1.interventions.scheduler.relay import RowRelay
@@ -42,7 +43,10 @@ class SchedulerInterventions:
         self.tables = Tables(steering, shape.hidden_size)
         self.rows = RowBudget(config)
         self.captures = CaptureSessions(config)
-        self.relay = RowRelay(self.captures)
+        keep = config.capture_config.capture_keep_bytes
+        self.kept = KeptRows(keep, hash_block_size) if keep else None
+        """Rows of cached blocks; None if none are kept."""
+        self.relay = RowRelay(self.captures, self.kept)
         self.state = GlobalState(shape, startup_state(config))
         self.stale_blocks = StaleBlocks(config.cache_config.num_gpu_blocks or 0, shape.reads_masked)
         self._loads_blocks = config.kv_transfer_config is not None
@@ -75,6 +79,8 @@ class SchedulerInterventions:
             request.take_prefill_stats()
         self._restart(request)
         self.captures.arrive(request)
+        if self.kept is not None:
+            request.interventions.use(self.kept)
         return begun is not None
 
     def can_admit(self, request: Request) -> bool:
@@ -117,8 +123,12 @@ class SchedulerInterventions:
         """Waiting requests that are in none of the scheduler's queues."""
         return sum(map(len, self._waits))
 
-    def admit(self, request: Request) -> None:
-        """Admit a request to the running ones, for the first time or after a preemption."""
+    def admit(self, request: Request, num_cached: int = 0) -> None:
+        """Admit a request to the running ones, for the first time or after a preemption.
+
+        Args:
+            num_cached: number of its positions that were found in the prefix cache.
+        """
         plan = request.interventions.plan
         asks = plan.steering is not None or plan.capture is not None
         if asks:
@@ -132,6 +142,7 @@ class SchedulerInterventions:
             self.stale_blocks.writers.add(request.request_id)
         if asks or self.state.tiers.active:
             self._admitted[request.request_id] = self._worker_request(request)
+        self.relay.deliver_kept(request, num_cached, self.state.version)
 
     def _worker_request(self, request: Request) -> WorkerRequest:
         return self.tables.worker_request(
@@ -144,6 +155,8 @@ class SchedulerInterventions:
     def preempt(self, request: Request) -> None:
         """Take a request out of this step; it will be computed from its start."""
         self.rows.withdraw(request)
+        if self.kept is not None:
+            self.kept.leave(request.request_id)
         self._restart(request)
 
     def finish(self, request: Request) -> None:
@@ -158,6 +171,8 @@ class SchedulerInterventions:
         self._reserved.discard(request.request_id)
         self.tables.release(request.request_id)
         self.rows.withdraw(request)
+        if self.kept is not None:
+            self.kept.leave(request.request_id)
         self._admitted.pop(request.request_id, None)
 
     def _restart(self, request: Request) -> None:
@@ -210,6 +225,11 @@ class SchedulerInterventions:
         """Slots and rows in use, and the version of the global tiers."""
         slots, rows = self.tables.sums.in_use, self.tables.terms.in_use
         return SteeringStats(slots, rows, self.state.version)
+
+    def forget_rows(self) -> None:
+        """Forget the rows of blocks that the prefix cache forgets."""
+        if self.kept is not None:
+            self.kept.clear()
 
     # -- a step -----------------------------------------------------------------------------
 

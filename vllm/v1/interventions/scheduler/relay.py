@@ -8,6 +8,7 @@ from vllm.v1.capture.transport.landing import Places, RowEncoder
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.scheduler.consumers import CaptureSessions
+from vllm.v1.interventions.scheduler.kept_rows import KeptRows
 
 if TYPE_CHECKING:
     from vllm.v1.interventions.step_rows import StepRows
@@ -20,11 +21,14 @@ class RowRelay:
     Most requests take all they captured in the step. Those rows are not cut for each of them: they
     go to a frontend as they lie, ahead of the step's outputs. Each buffer of a message costs both
     processes time, whatever its size, and so does each tensor that is cut.
+
+    Args:
+        kept: rows of cached blocks; None if none are kept.
     """
 
-    def __init__(self, captures: CaptureSessions) -> None:
-        self._captures = captures
-        self.encoder = RowEncoder()
+    def __init__(self, captures: CaptureSessions, kept: KeptRows | None) -> None:
+        self._captures, self._kept = captures, kept
+        self.encoder = RowEncoder(None if kept is None else kept.memory)
         """Passes on where rows lie, to frontends that are processes of this host."""
         self._places = Places()
         """Places of the rows of workers that run in processes of their own."""
@@ -34,12 +38,16 @@ class RowRelay:
         """Client -> requests that take all their rows of `_step`."""
         self._cut: defaultdict[int, list[CapturedChunk]] = defaultdict(list)
         """Client -> rows of those that take some."""
+        self._found: defaultdict[int, list[CapturedChunk]] = defaultdict(list)
+        """Client -> rows of requests that started, which were kept."""
 
-    def accept(self, request: "Request", captured: "StepRows | None") -> None:
+    def accept(self, request: "Request", captured: "StepRows | None", stale: bool = False) -> None:
         """Accept a request's rows of a step, and pass them on.
 
         Args:
             captured: the rows of all requests; None if nobody captured.
+            stale: the request was taken out after the step began. Its blocks may have other hashes
+                since, so these rows are not kept.
         """
         ours = request.interventions
         if captured is None or not ours.arena_rows:
@@ -47,18 +55,22 @@ class RowRelay:
         if captured is not self._step:
             captured.receive(self._places)
             self._step, self._singles = captured, captured.singles()
-            self.encoder.places = captured.places or self.encoder.places
+            self.encoder.steps = captured.places or self.encoder.steps
         name, num_tokens = request.request_id, request.num_tokens
         client = request.client_index
         if ours.relays_all:  # what consumers of this process get is not relayed
             position = self._singles.get(name)
             if position is not None and ours.accept_one(position, num_tokens):
                 self._whole[client].append(name)
+                if self._kept is not None and not stale:
+                    self._kept.keep(request, captured.of(name))
                 return
         chunk = captured.of(name)
         accepted = chunk and ours.accept(chunk, num_tokens)
         if not accepted:
             return
+        if self._kept is not None and not stale:
+            self._kept.keep(request, accepted)
         if accepted is chunk and ours.relays_all and captured.packs:
             self._whole[client].append(name)
         elif relayed := ours.relayed(accepted):
@@ -66,15 +78,36 @@ class RowRelay:
         if not ours.relays_all:
             self._captures.route_rows(request, accepted)
 
-    def join(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Put the step's rows ahead of the outputs of their requests."""
-        if self._step is None:
+    def deliver_kept(self, request: "Request", num_cached: int, version: int) -> None:
+        """Pass on the rows of a request's cached positions.
+
+        Args:
+            num_cached: number of these positions.
+            version: of the global steering.
+        """
+        ours = request.interventions
+        if ours.kept is None:
             return
-        for client in self._whole.keys() | self._cut.keys():
+        for chunk in ours.kept.take(request, num_cached, version):
+            accepted = ours.accept(chunk, request.num_tokens)
+            assert accepted is chunk
+            if relayed := ours.relayed(chunk):
+                self._found[request.client_index].append(relayed)
+            if not ours.relays_all:
+                self._captures.route_rows(request, chunk)
+
+    def join(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Put the step's rows ahead of the outputs of their requests, and before them those that
+        were kept, which are of earlier positions."""
+        if self._step is None and not self._found:
+            return
+        for client in self._found.keys() | self._whole.keys() | self._cut.keys():
             names = self._whole[client]
-            chunks = [*(self._step.packed(names) if names else ()), *self._cut[client]]
+            packed = self._step.packed(names) if self._step is not None and names else []
+            chunks = [*self._found[client], *packed, *self._cut[client]]
             rows = EngineCoreOutput("", [], captured=chunks)
             outputs.setdefault(client, EngineCoreOutputs()).outputs.insert(0, rows)
         self._step = None
+        self._found.clear()
         self._whole.clear()
         self._cut.clear()

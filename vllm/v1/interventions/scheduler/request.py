@@ -2,14 +2,20 @@
 """State of one request's plan, as the engine core keeps it."""
 
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.messages import CapturedChunk
-from vllm.v1.interventions.plan import PLAN_FIELDS, UNSTEERED, Plan, SteeringPlan
+from vllm.v1.interventions.plan import PLAN_FIELDS, UNSTEERED, Plan, Site, SteeringPlan
 from vllm.v1.interventions.positions import END, Positions
 from vllm.v1.interventions.scheduler.identity import BlockIdentity
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.interventions.scheduler.kept_rows import KeptRows
 
 NO_PLAN, NO_POSITIONS = Plan(), Positions()
 """Empty plan and positions that all plain requests share, so that none pays for making them."""
@@ -57,17 +63,35 @@ class RequestInterventions:
         self.last_run = (self.wanted.runs() or [(0, 0)])[-1]
         """The last of the runs of `wanted`: what most tokens are looked up in, without a call."""
         begun, steering = self.plan.begun, self.plan.steering
-        self._next_row = 0 if begun is None else begun.rows
+        self.next_row = 0 if begun is None else begun.rows
+        """The position before which all rows were delivered."""
+        self.kept: KeptRows | None = None
+        """Rows of cached blocks, where all that it captures may be found there."""
+        self.kept_sites: list[frozenset[Site]] = []
+        """The sites of each of its streams, where `kept` is set."""
         self._decides = sys.maxsize
         """The position at which gates that are decided once are decided again: an answer that goes
         on has rows of its own, where nothing is decided yet."""
         if begun and steering and any(program.decides for program in steering.programs):
             self._decides = num_prompt_tokens - 1
 
-    def cache_hit_limit(self) -> int:
+    def use(self, kept: "KeptRows") -> None:
+        """Have rows of cached blocks delivered that are kept, where all leave as they are: what is
+        made of rows is made where they are computed."""
+        streams = self.plan.capture.streams if self.plan.capture else []
+        if streams and all(stream.is_raw for stream in streams):
+            self.kept, self.kept_sites = kept, [frozenset(s.sites) for s in streams]
+
+    def cache_hit_limit(self, blocks: Sequence["BlockHash"] = ()) -> int:
         """Most tokens that may come from the prefix cache: cached positions are not computed, so
-        the lowest selected position not yet delivered must lie behind them."""
-        first = self.wanted.first_from(self._next_row)
+        the lowest selected position that is neither delivered nor kept must lie behind them.
+
+        Args:
+            blocks: the hashes of the request; () where no rows are kept.
+        """
+        first = self.wanted.first_from(self.next_row)
+        if self.kept is not None:
+            first = self.kept.first_missing(self.wanted, first, self.kept_sites, blocks)
         if first is None:
             return self._decides
         if first < self._summed.stop:
@@ -88,11 +112,11 @@ class RequestInterventions:
         """Accept the only row of a step, if it is the one that the step's token came from; returns
         whether it is. The common case, without a chunk."""
         start, stop = self.last_run
-        if not self._next_row <= position == num_tokens - 2:
+        if not self.next_row <= position == num_tokens - 2:
             return False
         if not start <= position < stop and position not in self.wanted:
             return False
-        self._next_row = num_tokens - 1
+        self.next_row = num_tokens - 1
         return True
 
     def accept(self, chunk: CapturedChunk, num_tokens: int) -> CapturedChunk | None:
@@ -111,17 +135,17 @@ class RequestInterventions:
         positions = chunk.positions
         if len(positions) == 1 and not self._summed:  # decoding, without numpy
             position = positions.item()
-            if not self._next_row <= position < num_tokens - 1 or position not in self.wanted:
+            if not self.next_row <= position < num_tokens - 1 or position not in self.wanted:
                 return None
-            self._next_row = position + 1
+            self.next_row = position + 1
             return chunk
         keep = self.wanted.mask(positions)
-        keep &= (positions >= self._next_row) & (positions < num_tokens - 1)
+        keep &= (positions >= self.next_row) & (positions < num_tokens - 1)
         kept = np.flatnonzero(keep)
         sites = [slice(None)] * len(self._sums)
         if not len(kept):
             return self._cut(chunk, kept, sites) if self._summed else None
-        self._next_row = int(positions[kept[-1]]) + 1
+        self.next_row = int(positions[kept[-1]]) + 1
         if keep.all():
             return chunk
         # Neighbours stay where they lie.

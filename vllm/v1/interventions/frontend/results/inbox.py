@@ -5,6 +5,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from vllm.v1.capture.transport.landing import Places
 from vllm.v1.interventions.frontend.results.collector import RowCollector
 from vllm.v1.interventions.frontend.results.link import CaptureLink
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
@@ -77,19 +78,20 @@ class RowInbox:
                 self._ordinary += num_bytes
                 run.last_ordinary = len(run.chunks) - 1
         self._largest = max(self._largest, self._landed - landed)
-        if (places := self._link.places) is not None:
-            self.memory.most = places.size // self._frontends
+        if places := self._link.places:
+            self.memory.most = places[0].size // self._frontends
 
     def _lies_in_landing(self, values: list[torch.Tensor]) -> bool:
         places = self._link.places
-        return places is not None and all(places.address_of(v) for v in values if v.numel())
+        return all(any(p.address_of(v) for p in places) for v in values if v.numel())
 
     @property
     def _crowded(self) -> bool:
-        """True if results hold too much of the landing for further ones to stay there."""
-        places = self._link.places
-        if places is None:
-            return False
+        """True if results hold too much of a landing, or of what is kept, for further ones to stay
+        there."""
+        return any(map(self._is_crowded, self._link.places))
+
+    def _is_crowded(self, places: Places) -> bool:
         share = places.size // self._frontends
         return places.held > share - min(max(share // 4, ROOM_STEPS * self._largest), share // 2)
 
@@ -109,7 +111,7 @@ class RowInbox:
         if not self._collectors:
             self._ordinary = self._landed = 0
         places = self._link.places
-        full = places is not None and LANDING_SHARE * self._landed > places.size
+        full = bool(places) and LANDING_SHARE * self._landed > places[0].size
         if self._ordinary > ORDINARY_BYTES or (full and self._crowded):
             self._runs = {}
             self._ordinary = self._landed = 0

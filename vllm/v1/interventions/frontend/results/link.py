@@ -34,9 +34,9 @@ class CaptureLink(ABC):
 
     @property
     @abstractmethod
-    def places(self) -> Places | None:
-        """Places where rows from the engine core lie; None before the first rows of an engine core
-        that is in this process."""
+    def places(self) -> list[Places]:
+        """Places where rows from the engine core lie: those of steps, but for an engine core in
+        this process that has had no rows, and those that are kept, if any are."""
 
     @abstractmethod
     def send(self, call: CaptureCall) -> None:
@@ -70,7 +70,7 @@ class _InprocLink(CaptureLink):
         self._client.add_request(request)
 
     @property
-    def places(self) -> Places | None:
+    def places(self) -> list[Places]:
         scheduler: Any = self._client.engine_core.scheduler
         return scheduler.interventions.relay.encoder.places
 
@@ -86,8 +86,8 @@ class _SyncLink(CaptureLink):
         self._client = client
 
     @property
-    def places(self) -> Places:
-        return self._client.row_places
+    def places(self) -> list[Places]:
+        return self._client.row_places.places
 
     def send(self, call: CaptureCall) -> None:
         # A utility call whose answer nobody waits for.
@@ -112,8 +112,8 @@ class _AsyncLink(CaptureLink):
         self._tasks: set[asyncio.Task[object]] = set()
 
     @property
-    def places(self) -> Places:
-        return self._client.row_places
+    def places(self) -> list[Places]:
+        return self._client.row_places.places
 
     def opened(self) -> None:
         self._loop = asyncio.get_running_loop()
