@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -333,6 +334,39 @@ def test_what_is_asked_and_found_is_counted(pair: tuple[LLM, Judge], ask: Any) -
     assert (stats.queries, stats.hits, stats.num_bytes) == (40, 40, FULL * row)
 
 
+def test_a_block_begun_under_something_else(
+    pair: tuple[LLM, Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is taken out in the middle of a block, and what acts changes before it goes on:
+    the block's rows are of both, and kept as rows of neither."""
+    llm, judge = pair
+    engine, scheduler = llm.llm_engine, serving.scheduler_of(llm)
+    assert llm.reset_prefix_cache()
+    ask = Ask(PROMPT, capture([*range(33, 50)]))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "max_num_scheduled_tokens", 40)
+            prompt: Any = {"prompt_token_ids": PROMPT}
+            name = engine.add_request("0", prompt, Ask(PROMPT, capture("all")).params())
+            request = scheduler.requests[name]
+            while not request.num_computed_tokens:
+                engine.step()
+            assert request.num_computed_tokens == 40
+            while request.interventions.next_row < 40:
+                engine.step()
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, time.monotonic())
+            scheduler.prev_step_scheduled_req_ids.clear()
+            llm.steering.set_tiers({"base": BASE["steering_vectors"]}, replace=True)
+            while engine.has_unfinished_requests():
+                engine.step()
+        (output,) = serve(llm, [ask])
+        judge.check(Ask(PROMPT, {**BASE, **ask.fields}), output)
+        assert output.num_cached_tokens == BLOCK, "the blocks are steered, and the second computed"
+    finally:
+        llm.steering.clear()
+
+
 class TestSmall:
     """Engines with room for few rows, or few blocks."""
 
@@ -359,6 +393,8 @@ class TestSmall:
             copies = {site: values.clone() for site, values in before.items()}
             outputs.clear()
             assert cached(2) == 0 and kept(llm).stats().num_bytes <= room
+            assert cached(0) == FULL, "it was asked for last"
+            assert cached(1) == 0, "it made room"
             for _ in range(3):
                 cached(2), cached(1)
             assert all(torch.equal(values, copies[site]) for site, values in before.items())

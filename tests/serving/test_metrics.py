@@ -34,6 +34,7 @@ from vllm.v1.capture.consumer import (
     RowBatch,
 )
 from vllm.v1.metrics.capture_stats import MAX_LABELS, OTHER_RULES
+from vllm.v1.metrics.kept_stats import KeptStats
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from vllm.v1.metrics.steering_stats import SteeringStats
@@ -146,6 +147,26 @@ def test_steering_in_prometheus(config: VllmConfig) -> None:
         ("vllm:steering_slots_in_use", "0"): 3,
         ("vllm:steering_rows_in_use", "0"): 9,
         ("vllm:steering_version", "0"): 2,
+    }
+
+
+def test_kept_rows_in_prometheus(tiny_models: TinyModels) -> None:
+    """Counters add up what each iteration found; an engine that keeps none has no series."""
+    options: Any = {"capture_consumers": ["inline"], "enable_prefix_caching": True}
+    args = EngineArgs(
+        model=str(tiny_models.path("llama")),
+        served_model_name=["tiny"],
+        skip_tokenizer_init=True,
+        capture_keep_bytes=1 << 20,
+        **options,
+    )
+    prometheus = PrometheusStatLogger(args.create_engine_config(), [0])
+    for stats in (KeptStats(100, 30, 20), None, KeptStats(50, 5, 0)):
+        prometheus.record(SchedulerStats(kept_rows=stats), None)
+    assert read("vllm:capture_kept") == {
+        ("vllm:capture_kept_bytes", "0"): 50,
+        ("vllm:capture_kept_queries_total", "0"): 35,
+        ("vllm:capture_kept_hits_total", "0"): 20,
     }
 
 
