@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.interventions.scheduler.test_row_relay import sent
 from tests.support.plans import HIDDEN, config_of, plan_of
 from vllm import SamplingParams
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.scheduler.consumers import CaptureSessions
@@ -80,8 +81,9 @@ class Engine:
         )
         params = SamplingParams(max_tokens=1)
         request = Request(str(next(self.names)), [0] * LENGTH, params, None, plan=plan)
-        request.block_hashes = [  # type: ignore[assignment]
-            f"{text_at(text, at)} {at}".encode() for at in range(0, LENGTH - BLOCK + 1, BLOCK)
+        request.block_hashes = [
+            BlockHash(f"{text_at(text, at)} {at}".encode())
+            for at in range(0, LENGTH - BLOCK + 1, BLOCK)
         ]
         request.interventions.use(self.kept)
         return request
