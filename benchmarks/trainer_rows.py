@@ -89,7 +89,7 @@ def to_disk(args: argparse.Namespace) -> tuple[int, float]:
 
 def streamed(args: argparse.Namespace) -> Iterator[Any]:
     sys.path.insert(0, str(TRAINER))
-    import trainer  # type: ignore[import-not-found]
+    import trainer
 
     return iter(trainer.for_sae_lens(trainer.stream(args.address), args.device))
 
@@ -97,9 +97,9 @@ def streamed(args: argparse.Namespace) -> Iterator[Any]:
 def stored(args: argparse.Namespace) -> Iterator[Any]:
     """SAELens' store over transformers' model."""
     import torch
-    from datasets import Dataset  # type: ignore[import-not-found]
-    from sae_lens import ActivationsStore  # type: ignore[import-not-found]
-    from sae_lens.load_model import HookedProxyLM  # type: ignore[import-not-found]
+    from datasets import Dataset
+    from sae_lens import ActivationsStore
+    from sae_lens.load_model import HookedProxyLM
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(args.model)
@@ -127,7 +127,7 @@ def stored(args: argparse.Namespace) -> Iterator[Any]:
 def train(args: argparse.Namespace, rows: Iterator[Any]) -> tuple[int, float]:
     """Rows through SAELens' trainer, and seconds."""
     from sae_lens import SAETrainer, TopKTrainingSAE, TopKTrainingSAEConfig
-    from sae_lens.config import (  # type: ignore[import-not-found]
+    from sae_lens.config import (
         LoggingConfig,
         SAETrainerConfig,
     )
@@ -183,6 +183,9 @@ def role(args: argparse.Namespace) -> None:
     if args.role == "disk":
         count, took = to_disk(args)
     else:
+        import torch
+
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
         sys.path.append(str(args.packages.resolve()))
         rows = streamed(args) if args.role.startswith("stream") else stored(args)
         count, took = (train if args.role.endswith("trained") else take)(args, rows)
@@ -201,6 +204,10 @@ def measure(way: str, args: argparse.Namespace) -> float:
     feeder = started("feed", stdout=subprocess.DEVNULL) if way.startswith("stream") else None
     try:
         reader = started(way, stdout=subprocess.PIPE)
+        while feeder is not None and feeder.poll() is None and reader.poll() is None:
+            time.sleep(0.1)
+        if feeder is not None and feeder.poll() is not None:
+            reader.kill()
         out, _ = reader.communicate(timeout=args.budget)
         if reader.returncode:
             raise RuntimeError(f"{way} ended with {reader.returncode}")
@@ -235,9 +242,6 @@ def main() -> None:
     args = parser.parse_args()
     shape = model_shape(args.model)
     args.layer = shape["num_hidden_layers"] // 2 - 1 if args.layer is None else args.layer
-    import torch
-
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.role:
         role(args)
         return

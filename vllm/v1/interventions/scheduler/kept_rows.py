@@ -3,12 +3,14 @@
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+from vllm.v1.capture.copies import CopyThreads, finished
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import Site, Stream
@@ -27,16 +29,22 @@ class Slab:
         blocks: the hash of each.
         sites: of its columns.
         rows: [positions of all blocks, sites, width].
+        copies: those of the rows that are underway.
     """
 
     def __init__(
-        self, blocks: Sequence["BlockHash"], sites: tuple[Site, ...], rows: torch.Tensor
+        self,
+        blocks: Sequence["BlockHash"],
+        sites: tuple[Site, ...],
+        rows: torch.Tensor,
+        copies: Sequence[Future[None]] = (),
     ) -> None:
-        self.blocks, self.rows = blocks, rows
+        self.blocks, self.rows, self._copies = blocks, rows, copies
         self.columns = {site: i for i, site in enumerate(sites)}
 
     def values(self, at: slice | np.ndarray, sites: tuple[Site, ...]) -> torch.Tensor:
         """Return the rows `at`, [n, sites, width]: a view where neighbours are asked for."""
+        finished(self._copies)
         columns = [self.columns[site] for site in sites]
         first, number = columns[0], len(columns)
         if columns == [*range(first, first + number)]:
@@ -77,6 +85,7 @@ class KeptRows:
 
     def __init__(self, size: int, block_size: int) -> None:
         self.memory = Landing(size)
+        self._threads = CopyThreads("kept-rows")
         self._block_size = block_size
         self._blocks: defaultdict[BlockHash, list[Found]] = defaultdict(list)
         self._slabs: OrderedDict[Slab, None] = OrderedDict()
@@ -219,8 +228,8 @@ class KeptRows:
             at = slice(begin * size, (begin + len(fits)) * size)
             place = self._place(rows[at].shape, rows.dtype) if fits else None
             if place is not None:
-                place.copy_(rows[at])
-                self._add(Slab(fits, _kept_sites(request)[index], place))
+                copies = self._threads.follow(([place], [rows[at]]))
+                self._add(Slab(fits, _kept_sites(request)[index], place, copies))
 
     def _lacking(
         self, request: "Request", index: int, first: int, number: int
