@@ -176,6 +176,20 @@ def test_a_trainer_that_is_lost(data: DataFile, address: str) -> None:
     assert sorted(identities([*batches, *rest])) == sorted(ROWS)
 
 
+def test_a_trainer_that_is_lost_at_the_last_batch(data: DataFile, address: str) -> None:
+    """The engine waits until that batch is acknowledged, too, though the end was asked for."""
+    thread = started(feeder(data, Run()), address)
+    first = dataset.stream(address)
+    batches = [next(first) for _ in range(-(-len(ROWS) // BATCH))]
+    assert first._socket is not None and first._socket.poll(5000), "the end is not told"
+    first.close()
+    assert thread.is_alive()
+    again = list(dataset.stream(address, patience=5))
+    thread.join(10)
+    assert not thread.is_alive()
+    assert len(again) == 1 and torch.equal(again[0].values, batches[-1].values)
+
+
 def test_an_engine_that_is_lost(data: DataFile, tmp_path: Path) -> None:
     """The trainer waits, and another engine goes on where the trainer is."""
     addresses = [f"ipc://{tmp_path}/{name}" for name in "ab"]

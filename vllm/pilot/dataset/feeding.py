@@ -8,7 +8,8 @@ shuffled by a seed of its own, and leaves in batches. So a batch follows from it
 
 where the block begins: with rows from `skip` on of that example, counted over all epochs. Who asks
 for the next place has the one before. Neither process keeps anything on a disk: an engine that was
-started again goes on from the place that the trainer names.
+started again goes on from the place that the trainer names. A trainer asks for a batch while it
+still works on the one before, and says so: that one is not its own yet.
 
 Messages are JSON and plain bytes: nothing that is received is executed.
 """
@@ -28,6 +29,7 @@ from vllm.pilot.dataset.capture_run import Captured, CaptureRun
 from vllm.pilot.dataset.examples import DataFile, Example
 from vllm.pilot.dataset.trainer.streaming import FORMAT, Place, need_address, need_place
 from vllm.pilot.records import DatasetError
+from vllm.v1.capture.copies import empty, integers
 
 WAIT_SECONDS = 0.5
 """Seconds after which a trainer hears that its batch is not there yet."""
@@ -55,6 +57,46 @@ class Block:
         return tuple(column[at] for column in self.columns)
 
 
+class Filling:
+    """A block that is captured: its rows are put where the shuffled block has them.
+
+    Args:
+        start: place of its first batch.
+        rows: number of rows that it takes.
+        seed: of all blocks.
+    """
+
+    def __init__(self, start: Place, rows: int, seed: int) -> None:
+        self.start, self.left = start, rows
+        digest = hashlib.sha256(f"{seed} {start[0]}".encode()).digest()
+        seeded = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        self._places = torch.randperm(rows, generator=seeded)
+        """int64 [rows]: the place of each row that comes, in the order in which they come."""
+        self._labels = [torch.empty(rows, dtype=torch.int64) for _ in range(3)]
+        self._values: torch.Tensor | None = None
+
+    def put(self, values: torch.Tensor, *labels: torch.Tensor) -> None:
+        """Take further rows, [n, width], and their labels, [n] each; no more than are `left`."""
+        if self._values is None:
+            self._values = empty((len(self._places), values.shape[1]), values.dtype)
+        came = len(self._places) - self.left
+        places = self._places[came : came + len(values)]
+        # By numpy, which does it in this thread: torch would wait for a team of others.
+        integers(self._values)[places.numpy()] = integers(values)
+        for column, label in zip(self._labels, labels, strict=True):
+            column[places] = label
+        self.left -= len(values)
+
+    def block(self, stop: Place) -> Block:
+        """Return the rows that came, shuffled, which are all or the last of the data."""
+        assert self._values is not None
+        columns = (self._values, *self._labels)
+        if self.left:
+            kept = self._places[: len(self._places) - self.left].sort().values
+            columns = tuple(column[kept] for column in columns)
+        return Block(self.start, stop, columns)
+
+
 class Feeder:
     """Answers one trainer, and captures the next block meanwhile; `feed` says what arguments are.
 
@@ -80,7 +122,7 @@ class Feeder:
         self._plan, self._batch_rows, self._block_rows = plan, batch_rows, buffer_rows
         self._total, self._seed = total, seed
         self._asked: Place = (0, 0, 0, 0)
-        """Place that the trainer asked for last: what lies before is its own."""
+        """Place of the first batch that is not the trainer's own."""
         self._rewind(self._asked)
 
     def serve(self, address: str) -> None:
@@ -103,24 +145,27 @@ class Feeder:
                         continue
                     answer = self._answer(place)
                     if answer is not None or time.monotonic() - since > WAIT_SECONDS:
-                        socket.send_multipart(answer or [_say(wait=True)])
+                        socket.send_multipart(answer or [_say(wait=True)], copy=False)
                         since = None
-                        if answer is END:
+                        if answer is END and place == self._asked:
                             return
             finally:
                 self._blocks.close()
 
     def _read(self, message: bytes) -> Place | str:
-        """The place that a trainer asks for; or why it gets nothing."""
+        """The place that a trainer asks for; or why it gets nothing. What lies before "done" is the
+        trainer's own; by default what lies before the place."""
         try:
             asked = json.loads(message)
             plan, place = asked["plan"], asked["next"]
             if plan not in (None, self._plan):
                 return "state is of other data, or of another engine, site, seed or batch size"
-            self._asked = self._asked if place is None else need_place(place)
-        except (ValueError, KeyError, TypeError, RecursionError):
+            place = self._asked if place is None else need_place(place)
+            done = asked.get("done")
+            self._asked = place if done is None else need_place(done)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return "the request is none of vllm.pilot.dataset.stream"
-        return self._asked
+        return place
 
     def _rewind(self, place: Place) -> None:
         self._current: Block | None = None
@@ -153,7 +198,8 @@ class Feeder:
             more = block.batch(place[3] + 1, self._batch_rows) is not None
             after = (*start[:3], place[3] + 1) if more else block.stop
             dtype = str(batch[0].dtype).removeprefix("torch.")
-            said = _say(next=after, plan=self._plan, shape=[*batch[0].shape], dtype=dtype)
+            shape = [*batch[0].shape]
+            said = _say(at=place, next=after, plan=self._plan, shape=shape, dtype=dtype)
             return [said, *(column.contiguous().view(torch.uint8).numpy() for column in batch)]
         if self._filling == start:
             self._next = None  # an earlier one, which is the trainer's already
@@ -164,25 +210,22 @@ class Feeder:
 
     def _made(self, start: Place) -> Generator[Block | None]:
         """Blocks from a place on; None after each example, so that others have their turn."""
-        first, skip = start, start[2]
-        pieces: list[tuple[torch.Tensor, ...]] = []
-        missing = self._block_rows
+        skip, filling = start[2], Filling(start, self._block_rows, self._seed)
         for captured in self._run(self._examples(start[1])):
             number, at, count = captured.example.number, skip, len(captured.positions)
             skip = 0
-            while count - at >= missing:
-                pieces.append(self._cut(captured, at, at + missing))
-                at += missing
-                stop = (first[0] + 1, number, at, 0)
-                yield self._shuffled(first, stop, pieces)
-                first, pieces, missing = stop, [], self._block_rows
-            if at < count:
-                pieces.append(self._cut(captured, at, count))
-                missing -= count - at
+            while at < count:
+                until = min(count, at + filling.left)
+                filling.put(*self._cut(captured, at, until))
+                at = until
+                if not filling.left:
+                    stop = (filling.start[0] + 1, number, at, 0)
+                    yield filling.block(stop)
+                    filling = Filling(stop, self._block_rows, self._seed)
             yield None
-        if pieces:
+        if filling.left < self._block_rows:
             assert self._total is not None
-            yield self._shuffled(first, (first[0] + 1, self._total, 0, 0), pieces)
+            yield filling.block((filling.start[0] + 1, self._total, 0, 0))
 
     def _examples(self, first: int) -> Iterator[Example]:
         """Examples from `first` on, numbered over all epochs."""
@@ -197,15 +240,7 @@ class Feeder:
         number = captured.example.number % self._num_examples
         labels = torch.from_numpy(captured.positions), torch.from_numpy(captured.token_ids)
         rows = captured.values[self._site][start:stop]
-        # Not a view of the whole example, whose other rows may be gone long before these.
-        return rows.clone(), torch.full((stop - start,), number), *(c[start:stop] for c in labels)
-
-    def _shuffled(self, start: Place, stop: Place, pieces: list[tuple[torch.Tensor, ...]]) -> Block:
-        columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
-        digest = hashlib.sha256(f"{self._seed} {start[0]}".encode()).digest()
-        seeded = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        order = torch.randperm(len(columns[0]), generator=seeded)
-        return Block(start, stop, tuple(column[order] for column in columns))
+        return rows, torch.full((stop - start,), number), *(c[start:stop] for c in labels)
 
 
 def feed(

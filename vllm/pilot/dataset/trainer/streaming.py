@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import zmq
 
-FORMAT = "vllm-pilot-stream-1"
+FORMAT = "vllm-pilot-stream-2"
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 """Name -> dtype, of values."""
 RETRY_SECONDS = 5.0
@@ -39,7 +39,8 @@ class Batch(NamedTuple):
 
 
 class Stream(Iterator[Batch]):
-    """Batches of rows; to ask for the next one acknowledges those before.
+    """Batches of rows; to ask for the next one acknowledges those before. It is on its way while
+    you work on the last one.
 
     An engine that ends is waited for. `state` says which batch is next: save it with a checkpoint
     of the trainer, and the trainer goes on there.
@@ -50,6 +51,10 @@ class Stream(Iterator[Batch]):
         self._address, self._patience = address, patience
         self._plan: str | None = None
         self._next: Place | None = None
+        self._done: Place | None = None
+        """Place of the last batch, which is acknowledged when the next one is wanted."""
+        self._asked = False
+        """True if an answer is on its way."""
         if state is not None:
             try:
                 self._plan, self._next = str(state["plan"]), need_place(state["next"])
@@ -73,10 +78,9 @@ class Stream(Iterator[Batch]):
             StopIteration: all epochs are over.
             StreamError: the engine refuses `state`, or none answered for too long.
         """
-        asked = json.dumps({"plan": self._plan, "next": self._next}).encode()
         until = time.monotonic() + self._patience
         while True:
-            parts = self._ask(asked)
+            parts = self._answer()
             said = json.loads(parts[0]) if parts else None
             if said is None and time.monotonic() > until:
                 raise StreamError(
@@ -89,23 +93,39 @@ class Stream(Iterator[Batch]):
             if "refused" in said:
                 raise StreamError(f"{self._address}: {said['refused']}; start with state=None")
             if "end" in said:
+                if self._done not in (None, self._next):
+                    self._done = self._next
+                    continue
                 self.close()
                 raise StopIteration
             flat = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts[1:]]
             values = flat[0].view(DTYPES[said["dtype"]]).reshape(said["shape"])
-            self._plan, self._next = said["plan"], need_place(said["next"])
+            self._plan, self._done = said["plan"], need_place(said["at"])
+            self._next = need_place(said["next"])
+            self._ask()
             return Batch(values, *(column.view(torch.int64) for column in flat[1:]))
 
-    def _ask(self, message: bytes) -> list[bytes]:
-        """Send and wait; nothing if there is no answer, and then by another connection."""
+    def _ask(self) -> zmq.Socket[bytes]:
+        """Ask for the next batch, unless it is on its way."""
         if self._socket is None:
             self._socket = self._context.socket(zmq.REQ)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.connect(self._address)
-        self._socket.send(message)
-        if self._socket.poll(int(RETRY_SECONDS * 1000)):
-            return self._socket.recv_multipart()
-        self._socket.close()
+            self._asked = False
+        if not self._asked:
+            asked = {"plan": self._plan, "next": self._next, "done": self._done}
+            self._socket.send(json.dumps(asked).encode())
+            self._asked = True
+        return self._socket
+
+    def _answer(self) -> list[bytes]:
+        """Wait; nothing if there is no answer, and then the next one comes by another
+        connection."""
+        socket = self._ask()
+        if socket.poll(int(RETRY_SECONDS * 1000)):
+            self._asked = False
+            return socket.recv_multipart()
+        socket.close()
         self._socket = None
         return []
 
