@@ -23,6 +23,7 @@ from vllm.v1.interventions.plan import Plan
 from vllm.v1.interventions.scheduler.tables import Tables
 from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.worker.tables.terms import ProgramTable, TermTable
+from vllm.v1.interventions.worker.token_map import TokenMap
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 LAYERS, HIDDEN, PROMPT, ROWS = 16, 2048, 1024, 4096
@@ -63,10 +64,10 @@ def main() -> None:
         sent = timed("pickle", pickle.dumps, step)
         print(f"{'message':12}{len(sent) / 1e6:8.2f} MB")
         placed = timed("unpickle", pickle.loads, sent).placed
-        program = torch.zeros(2048, dtype=torch.int32)
-        terms = TermTable(config.steering_config, shape, program.device)
+        tokens = TokenMap(2048, torch.device("cpu"))
+        terms = TermTable(config.steering_config, shape, tokens.program.device)
         timed("TermTable", terms.write, placed["terms"])
-        table = ProgramTable(sites, config.steering_config, shape, terms, program)
+        table = ProgramTable(sites, config.steering_config, shape, terms, tokens)
         timed("ProgramTable", table.write, placed["programs"])
         print(f"{len(got.steering.programs)} programs\n")
 

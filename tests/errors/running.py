@@ -20,7 +20,7 @@ from vllm.v1.interventions.frontend.results.going_on import SentRequest
 CONFIG = config_of(steering_families=["add", "ablate", "gate"], max_steering_configs=2)
 PROMPT, POSITION = 5, 7
 WAS: dict[str, Any] = {"steering_vectors": {"pre_attn": {0: VECTOR}}}
-GATE = {"probe": [1.0] * HIDDEN, "threshold": 0.0, "sharpness": 1.0, "when": "last_prompt"}
+GATE = {"probe": [1.0] * HIDDEN, "threshold": 0.0, "sharpness": 1.0}
 ABLATE = {"op": "ablate", "point": "pre_attn", "layers": [0], "direction": [1.0] * HIDDEN}
 
 
@@ -57,6 +57,10 @@ def change(fields: dict[str, Any], ids: str = "a", **params: Any) -> object:
     [future] = running.ask(found, running.joined(found, fields))
     states["a"].sent.changes(states["a"], CONFIG.steering_config)
     return future.result(timeout=0)
+
+
+def gated(**more: Any) -> dict[str, Any]:
+    return {"steering": [{**ABLATE, "gate": {**GATE, **more}}]}
 
 
 def twice() -> object:
@@ -110,7 +114,8 @@ RUNNING = [
     Case(path("request_id"), do=lambda: change({}, ids="ab")),
     Case(path("request_id"), do=several_servers),
     Case(path("structured_outputs"), do=lambda: change({}, structured_outputs=GRAMMAR)),
-    Case(path("steering"), do=lambda: change({"steering": [{**ABLATE, "gate": GATE}]})),
+    Case(path("steering"), do=lambda: change(gated(when="last_prompt"))),
+    Case(path("steering"), do=lambda: change(gated(latch=True))),
     Case(
         path("steering_vectors", "7"),
         do=lambda: change({"steering_vectors": vectors(2.0, positions=[0, POSITION - 1])}),

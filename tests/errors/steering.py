@@ -106,7 +106,7 @@ STEERING = [
     Case(path(OP, allowed="direction", op="ablate"), without_direction("ablate")),
     Case(path(OP, allowed="layers", op="ablate"), op(layers=None)),
     Case(
-        path(f"{OP}.gate", "['when_ever']", "probe, threshold, sharpness, when, cosine"),
+        path(f"{OP}.gate", "['when_ever']", "probe, threshold, sharpness, when, cosine, latch"),
         gated(when_ever=1),
     ),
     Case(
@@ -127,6 +127,9 @@ STEERING = [
     Case(path(f"{OP}.gate.when", "'now'"), gated(when="now")),
     Case(path(f"{OP}.gate.cosine", "1"), gated(cosine=1)),
     Case(path(f"{OP}.gate.probe"), gated(cosine=True, probe=[0.0] * HIDDEN)),
+    Case(path(f"{OP}.gate.latch", "1"), gated(latch=1)),
+    Case(path(f"{OP}.gate.latch"), gated(latch=True, when="last_prompt")),
+    Case(path(f"{OP}.positions"), op(gate={**GATE, "latch": True}, positions=[1, 2, 4])),
     Case(
         path(f"{OP}.positions", "1"),
         op(gate={**GATE, "when": "last_prompt"}, positions=[1, 6]),

@@ -105,7 +105,10 @@ ASKS = st.fixed_dictionaries(
 CAPTURE = mostly(st.fixed_dictionaries({"inline": mostly(ASKS, JUNK)}), JUNK)
 GATES = st.fixed_dictionaries(
     {"probe": mostly(ROWS, JUNK), "threshold": mostly(NUMBERS, JUNK), "sharpness": NUMBERS},
-    optional={"when": mostly(st.sampled_from(["row", "last_prompt"]), JUNK)},
+    optional={
+        "when": mostly(st.sampled_from(["row", "last_prompt"]), JUNK),
+        "latch": mostly(st.booleans(), JUNK),
+    },
 )
 OPERATION = st.fixed_dictionaries(
     {

@@ -103,6 +103,7 @@ def ops(mode: Mode, tokens: list[list[int]], hidden: int) -> dict[str, Any]:
         ],
         [{"op": "swap", "direction": u, "other": p}],
         [{"op": "add", "vector": u, "gate": {**gate, "cosine": True}}],
+        [{"op": "add", "vector": u, "gate": {**gate, "latch": True}}],
         [
             {"op": "low_rank", "A": torch.stack([u, v]) / hidden, "B": torch.stack([v, u], dim=1)},
             {"op": "low_rank", "A": torch.stack([p, u]), "B": torch.stack([u, p], dim=1) / hidden},

@@ -35,7 +35,7 @@ del triton.backends.backends["cpu"]
 every = sys.argv[1:] == ["every"]
 DTYPES = ("bf16", "fp16", "fp32") if every else ("bf16", "fp32")
 kernel = steering_terms._steer_rows_kernel
-INTS = ("slots", "program", "programs", "probes", "encoders", "gate_owners")
+INTS = ("slots", "program", "runs", "programs", "probes", "encoders", "gate_owners")
 FLOATS = ("vectors", "scalars", "gates")
 for dtype in DTYPES:
     for block in (512, 16384):

@@ -396,6 +396,65 @@ def test_a_gate_decided_at_the_last_prompt_row_is_kept(
     assert worst(other[NUM_PROMPT:], want[NUM_PROMPT:], rows) > 1e-4
 
 
+@pytest.mark.parametrize("steps", [[9], [3, 6], [4, 1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("positions", [None, "all_generated", [3, 4, 5, 6]])
+@settings(max_examples=2 if INTERPRETED else 10)
+@given(maker=makers())
+def test_a_gate_that_latches_stays_as_open_as_it_was(
+    steer: Steer, maker: Maker, positions: str | list[int] | None, steps: list[int]
+) -> None:
+    """However the rows are cut into steps; beside a gate that is decided once, and after one that
+    latches, whose change it judges."""
+    where = {} if positions is None else {"positions": positions}
+    probe = maker.direction() / maker.size
+    first = {"probe": probe, "threshold": 0.0, "sharpness": 3.0, "latch": True}
+    asked = [
+        maker.op("add", gate=first, **where),
+        maker.op("norm_match", gate=maker.gate("last_prompt")),
+        maker.op("pin", gate={**maker.gate(), "latch": True}, **where),
+    ]
+    rows = maker.rows()
+    along = torch.tensor([-1, -1, -1, 1, -1, 2, -1, -1, -1]) - rows.double() @ probe
+    rows += (along[:, None] * probe / (probe @ probe)).float()  # it opens at 3 and 5, and shuts
+    site = Site(asked, maker.hidden, LENGTH, NUM_PROMPT)
+    want, got, start = site.expected(rows), list[torch.Tensor](), 0
+    for tokens in steps:
+        at = range(start, start + tokens)
+        got.append(site.step(steer, rows[at], at))
+        start += tokens
+    assert worst(torch.cat(got), want, rows) < 20 * TOLERANCE
+    asked[0] = {**asked[0], "gate": {**first, "latch": False}}
+    twin = Site(asked, maker.hidden, LENGTH, NUM_PROMPT).expected(rows)
+    assert worst(twin[6:7], want[6:7], rows) > 1e-3
+
+
+@settings(max_examples=2 if INTERPRETED else 10)
+@given(maker=makers())
+def test_drafts_that_are_rejected_latch_nothing(steer: Steer, maker: Maker) -> None:
+    """Of three drafts a step, none, one or all stay; whoever keeps one position fewer, the twin,
+    may know of the others."""
+    probe = maker.direction() / maker.size
+    gate = {"probe": probe, "threshold": 0.0, "sharpness": 3.0, "latch": True}
+    asked = [maker.op("add", gate=gate)]
+    rows, drafts = maker.rows(), maker.rows() - 3 * maker.rows(1)
+    drafts += ((9 - drafts.double() @ probe)[:, None] * probe / (probe @ probe)).float()
+    rows -= ((2 + rows.double() @ probe)[:, None] * probe / (probe @ probe)).float()
+
+    def after(depth: int) -> torch.Tensor:
+        site = Site(asked, maker.hidden, LENGTH, depth=depth)
+        got, start = [site.step(steer, rows[:2], range(2))], 2
+        for accepted in (1, 2, 1, 3):
+            at = range(start, min(start + 4, LENGTH))
+            tokens = torch.cat([rows[at][:accepted], drafts[at][accepted:]])
+            got.append(site.step(steer, tokens, at)[:accepted])
+            start += accepted
+        return torch.cat(got)
+
+    want = Site(asked, maker.hidden, LENGTH).expected(rows)
+    assert worst(after(4), want, rows) < 20 * TOLERANCE
+    assert worst(after(3), want, rows) > 1e-3
+
+
 def test_a_row_that_only_decides_is_not_changed(steer: Steer) -> None:
     maker = Maker(8, 32, 4.0)
     rows = maker.rows()
@@ -513,5 +572,5 @@ def test_compiled_in_one_graph() -> None:
         site.tables.program.copy_(site.of_position)
     want = 2 * sites[1].expected(2 * sites[0].expected(h + r))
     assert worst(block(h, r), want, h) < 5 * TOLERANCE
-    decided = sites[0].tables.gates[int(sites[0].of_position[NUM_PROMPT - 1]), 1]
+    decided = sites[0].tables.gates[0, int(sites[0].of_position[NUM_PROMPT - 1]), 1]
     assert 0 < float(decided) < 1

@@ -301,6 +301,7 @@ ALL_OPS: list[dict[str, Any]] = [
         "only_if_active": True,
         "gate": {**GATE, "when": "row"},
     },
+    {"op": "pin", "direction": rows(8)[0], "value": 2.0, "gate": {**GATE, "latch": True}},
     {"op": "low_rank", "A": rows(12, 2), "B": rows(13, 2).T, "strength": 0.3},
     {"op": "low_rank", "A": rows(14), "B": rows(15).T, "c": np.array([0.1], np.float32)},
     {

@@ -67,7 +67,7 @@ SELECTORS: tuple[Any, ...] = (
 def _ops(vector: list[float], width: int) -> Iterator[Body]:
     at: Body = {"point": "pre_attn", "layers": [0], "positions": [1]}
     gate: Body = {"probe": vector, "threshold": 0.0, "sharpness": 1.0, "when": "row"}
-    gate["cosine"] = True
+    gate |= {"cosine": True, "latch": True}
     rows, one = {"values": packed(1, width)}, {"direction": packed(0, width)}
     strength = {"strength": 0.5}
     yield {"op": "add", **at, "vector": vector, "scale": 1.0, "gate": gate}

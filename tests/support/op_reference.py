@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 Row = np.ndarray
+_WHEN = ("when", "latch")
 
 
 def unit(direction: Row) -> Row:
@@ -114,23 +115,26 @@ def apply_point(
         ops: those of this point and layer, in order.
         position: of the row.
         num_prompt: tokens of the prompt; the last of them decides `last_prompt` gates.
-        decided: index of the op -> what it decided. Written at the last prompt row, read later.
+        decided: index of the op -> what it decided. Written at the last prompt row, read later. The
+            largest number so far of a gate that latches is beside it at `~index`.
     """
     arrived, h = h, h + additive
     decided, read = {} if decided is None else decided, h
     for index, op in enumerate(ops):
         g = 1.0
+        positions = op.get("positions")
+        acts = positions is None or position in positions
         if "gate" in op:
             asked = op["gate"]
             # A feature's gate is of the row that the feature reads.
             judged = read if op["op"] == "feature" else h
-            g = gate(judged, **{key: value for key, value in asked.items() if key != "when"})
+            g = gate(judged, **{k: value for k, value in asked.items() if k not in _WHEN})
+            if asked.get("latch") and acts:
+                g = decided[~index] = max(g, decided.get(~index, 0.0))
             if asked.get("when", "row") == "last_prompt":
                 if position == num_prompt - 1:
                     decided[index] = g
                 g = decided.get(index, 0.0)
-        positions = op.get("positions")
-        acts = positions is None or position in positions
         if acts:
             h = h + g * (_changed(h, arrived, read, op, position) - h)
         decides = decided.get(index) is not None and position == num_prompt - 1

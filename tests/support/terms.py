@@ -150,6 +150,7 @@ class Site:
         length: rows of the request.
         num_prompt: those of the prompt.
         families: what the engine was started with; all if not given.
+        depth: positions of which latched gates are kept.
     """
 
     def __init__(
@@ -161,7 +162,9 @@ class Site:
         families: frozenset[str] = FAMILIES,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        depth: int = 1,
     ) -> None:
+        self.depth = depth
         self.asked, self.num_prompt, self.dtype, self.device = asked, num_prompt, dtype, device
         select = selecting(num_prompt, length)
         shape = shape_of(hidden, dtype)
@@ -171,6 +174,7 @@ class Site:
         self._scalars: dict[int, Scalars] = {}
         self._probes: dict[int, int] = {}
         self._encoders: dict[int, int] = {}
+        begins = [op.begins for op in self.ops if op.begins is not None]
         programs: dict[tuple[tuple[int, ...], bool], int] = {((0,) * MAX_TERMS, False): 0}
         frozen = any(op.frozen for op in self.ops)
         of_position = []
@@ -180,6 +184,8 @@ class Site:
             key = self._program(position), decides
             of_position.append(programs.setdefault(key, len(programs)))
         self.of_position = torch.tensor(of_position, dtype=torch.int32)
+        self.keeper = of_position[begins[0]] if begins else 0
+        """The program at which latched gates are kept."""
         self.tables = self._lay_out(list(programs), families)
 
     def _program(self, position: int) -> tuple[int, ...]:
@@ -217,17 +223,19 @@ class Site:
             probes[row] = self._probes.get(row, 0)
             encoders[row] = self._encoders.get(row, 0)
         owner = next((p for p, (_, decides) in enumerate(programs) if decides), 0)
-        gate_owners = torch.full((len(programs),), owner, dtype=torch.int32)
-        gate_owners[0] = 0
+        gate_owners = torch.tensor([[owner], [self.keeper]], dtype=torch.int32)
+        gate_owners = gate_owners.repeat(1, len(programs))
+        gate_owners[:, 0] = 0
         tables = TermTables(
             program=torch.zeros(len(self.of_position), dtype=torch.int32),
+            runs=torch.zeros(2, len(self.of_position), dtype=torch.int32),
             programs=torch.tensor([terms for terms, _ in programs], dtype=torch.int32),
             vectors=torch.stack(self._rows),
             scalars=scalars,
             probes=probes,
             encoders=encoders,
             gate_owners=gate_owners,
-            gates=torch.full((len(programs), MAX_TERMS), float("nan")),
+            gates=torch.full((1 + self.depth, len(programs), MAX_TERMS), float("nan")),
             norms=True,
             gated="gate" in families,
             encodes=bool({"feature", "low_rank"} & families),
@@ -247,6 +255,10 @@ class Site:
         if table is None or slots is None:
             table, slots = torch.zeros_like(h[:1]), torch.zeros(len(h), dtype=torch.int32)
         self.tables.program[: len(h)] = self.of_position[list(positions)].to(self.device)
+        if self.keeper:
+            self.tables.runs[0, : len(h)] = -1
+            self.tables.runs[0, 0] = len(h)
+            self.tables.runs[1, : len(h)] = torch.tensor(list(positions)) % self.depth + 1
         steer(h, table.to(self.device, self.dtype), slots.to(self.device), self.tables)
         return h.cpu()
 

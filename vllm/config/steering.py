@@ -15,7 +15,7 @@ from vllm.config.utils import config
 FAMILIES = (*OPERATIONS, "focus", "gate")
 """Families that an engine can be started with: the operations, and gates on them."""
 
-SCHEMA = 9
+SCHEMA = 10
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 

@@ -33,7 +33,8 @@ is a number of -c: its change is strength (A h + c) times a column of B. The fir
     g = sigmoid(sharpness (h.probe - threshold))
 
 where with `cosine` h is brought to length 1, as the probe is then. Gates of terms with encoders are
-decided on `b`, too.
+decided on `b`, too. A gate that is `latched` is the largest of these g over the rows of the request
+from the first on that the operation acts on, up to this one.
 
 Where they come from: add, Turner et al. 2023 (arXiv:2308.10248); ablate with strength 1, Arditi et
 al. 2024 (arXiv:2406.11717); swap, the reflection of Householder 1958 that takes one direction to
@@ -62,6 +63,10 @@ class Scalars(NamedTuple):
     """1 if the gate is decided at the last prompt row and kept."""
     cosine: float = 0.0
     """1 if the gate compares the cosine of row and probe, which is of length 1 then."""
+    latched: float = 0.0
+    """1 if the gate stays as far open as it was at any row before."""
+    begins: float = 0.0
+    """1 at the first of these rows, where the gate knows of none before."""
     bias: float = 0.0
     above: float = 0.0
     active: float = 0.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -234,6 +235,24 @@ def test_padding_is_cleared_when_the_batch_shrinks_or_is_plain() -> None:
     run(token_map, ["a"], [[9, 10]])
     token_map.clear(0)  # a dummy forward
     assert not any(map(any, found(token_map)))
+
+
+def test_tokens_of_requests_that_latch_follow_each_other() -> None:
+    """Those of others, padding and the next batch's are each by itself."""
+    token_map = TokenMap(MAX_TOKENS, CPU, ahead=2)
+    latches = msgspec.structs.replace(told([0], [0], [3]), latches=True)
+    token_map.update(set(), {"a": one(4), "b": latches, "c": latches})
+    for start in (7, 8, 9):  # not as many as it keeps positions of
+        at = [start, start + 1, start + 2]
+        run(token_map, ["b", "a", "plain", "c"], [at, [1, 2], [5], [start + 3]])
+        assert token_map.runs[0].tolist() == [3, -1, -1, 0, 0, 0, 1] + [0] * (MAX_TOKENS - 7)
+        places = token_map.runs[1].tolist()
+        assert places[:3] == [p % 3 + 1 for p in at] and places[6] == places[0]
+    run(token_map, ["a", "plain"], [[1, 2], [5]])
+    assert not token_map.runs.any()
+    run(token_map, ["b"], [[1, 2]])
+    run(token_map, ["plain"], [[5]])
+    assert not token_map.runs.any()
 
 
 def test_requests_are_remembered_over_sleep() -> None:

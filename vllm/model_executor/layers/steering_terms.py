@@ -8,6 +8,7 @@ once.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +37,11 @@ class TermTables:
 
     program: torch.Tensor
     """int32 [max tokens], the program of each token of this step."""
+    runs: torch.Tensor
+    """int32 [2, max tokens]. Of a request with gates that latch, the first token of this step has
+    the number of its tokens, the others -1, and all others 0; beside it each token of such a
+    request has the place of its position in `gates`, from 1 to D, one after the other and
+    around."""
     programs: torch.Tensor
     """int32 [P, T], term rows in order, 0 for none, also between others."""
     vectors: torch.Tensor
@@ -48,11 +54,14 @@ class TermTables:
     """int32 [R], the row in `vectors` of the term's encoder, 0 for a term that reads by its own
     vector."""
     gate_owners: torch.Tensor
-    """int32 [P]. A program p with frozen gates: p itself on the last prompt row, which decides and
-    stores gates[p]; elsewhere the program whose decision it reads, column by column."""
+    """int32 [2, P]. A program p with frozen gates: p itself on the last prompt row, which decides
+    and stores gates[0, p]; elsewhere the program whose decision it reads, column by column. Then,
+    with gates that latch, the program of the same request at which its latched gates are kept."""
     gates: torch.Tensor
-    """float32 [P, T], this site's own tensor: the op changes it, and no view of what another site's
-    op changes. [1, 1] and shared if `gated` is False."""
+    """float32 [1 + D, P, T], this site's own tensor: the op changes it, and no view of what another
+    site's op changes. First what is decided once, then latched gates as they are after each of the
+    last D positions, of which drafts that are rejected are the last. [1, 1, 1] and shared if
+    `gated` is False."""
     norms: bool
     """True if the engine has norm_match or normalize."""
     gated: bool
@@ -77,6 +86,7 @@ def steer_terms(
         table,
         slots,
         terms.program,
+        terms.runs,
         terms.programs,
         terms.vectors,
         terms.scalars,
@@ -95,6 +105,7 @@ def steer_rows(
     table: torch.Tensor,
     slots: torch.Tensor,
     program: torch.Tensor,
+    runs: torch.Tensor,
     programs: torch.Tensor,
     vectors: torch.Tensor,
     scalars: torch.Tensor,
@@ -110,6 +121,7 @@ def steer_rows(
     one. A token of slot 0 and program 0 is not touched."""
     terms = TermTables(
         program=program,
+        runs=runs,
         programs=programs,
         vectors=vectors,
         scalars=scalars,
@@ -137,6 +149,7 @@ def _steer_rows_fake(
     table: torch.Tensor,
     slots: torch.Tensor,
     program: torch.Tensor,
+    runs: torch.Tensor,
     programs: torch.Tensor,
     vectors: torch.Tensor,
     scalars: torch.Tensor,
@@ -157,32 +170,15 @@ def steer_rows_torch(
     """Compute the op in torch; waits for the device where there is one."""
     count = h.shape[0]
     slots, program = slots[:count], terms.program[:count].long()
-    touched = (slots > 0) | (program > 0)
-    if not terms.gated:
-        _steer_tokens(h, table, slots, program, touched, terms)
-        return
-    # A row may read what another row of this step decides.
-    deciding = (program > 0) & (terms.gate_owners[program] == program)
-    _steer_tokens(h, table, slots, program, touched & deciding, terms)
-    _steer_tokens(h, table, slots, program, touched & ~deciding, terms)
-
-
-def _steer_tokens(
-    h: torch.Tensor,
-    table: torch.Tensor,
-    slots: torch.Tensor,
-    program: torch.Tensor,
-    chosen: torch.Tensor,
-    terms: TermTables,
-) -> None:
-    tokens = chosen.nonzero().squeeze(1)
+    tokens = ((slots > 0) | (program > 0)).nonzero().squeeze(1)
     if not tokens.numel():
         return
     arrived = h[tokens].float()
     rows = arrived + table[slots[tokens].long()].float()
-    program = program[tokens]
+    program, places = program[tokens], terms.runs[1, tokens].long()
     norm = _norms(arrived) if terms.norms else None
     read = rows.clone() if terms.encodes else rows
+    # Column by column, since a row may read what another row of this step decides.
     for column, term in enumerate(terms.programs[program].long().unbind(1)):
         acting = (term > 0).nonzero().squeeze(1)
         if terms.encodes:
@@ -190,9 +186,8 @@ def _steer_tokens(
             read = torch.where(opens[:, None], rows, read)
         if acting.numel():
             kept = None if norm is None else norm[acting]
-            rows[acting] = _apply_term(
-                rows[acting], read[acting], kept, term[acting], program[acting], column, terms
-            )
+            at = _Acting(term[acting], program[acting], places[acting], column)
+            rows[acting] = _apply_term(rows[acting], read[acting], kept, at, terms)
         if terms.encodes:
             # A column whose operation does not act on a token does not part two features.
             closes = terms.scalars[term, _COLUMN["closes"]] != 0
@@ -201,17 +196,25 @@ def _steer_tokens(
     h[tokens] = rows.to(h.dtype)
 
 
+class _Acting(NamedTuple):
+    """Rows that a term acts on, int64 [n]; `places` are theirs in `TermTables.runs`."""
+
+    term: torch.Tensor
+    program: torch.Tensor
+    places: torch.Tensor
+    column: int
+
+
 def _apply_term(
     h: torch.Tensor,
     read: torch.Tensor,
     arrived_norm: torch.Tensor | None,
-    term: torch.Tensor,
-    program: torch.Tensor,
-    column: int,
+    acting: _Acting,
     terms: TermTables,
 ) -> torch.Tensor:
     """Rows after one term each, float32 [n, hidden]; `read`, what encoders read, has the same
-    shape; `arrived_norm`, `term`, `program` are [n]."""
+    shape; `arrived_norm` is [n]."""
+    term = acting.term
     numbers = terms.scalars[term]
     at = {name: numbers[:, i] for name, i in _COLUMN.items()}
     v = terms.vectors[term]
@@ -229,7 +232,7 @@ def _apply_term(
     gate = torch.ones_like(along)
     if terms.gated:
         judged = torch.where(encoder[:, None] > 0, read, h) if terms.encodes else h
-        gate = _gates(judged, term, program, column, at, terms)
+        gate = _gates(judged, acting, at, terms)
     keep = 1.0 - gate * (at["replace"] + at["renorm"])
     if arrived_norm is not None:
         norm = _norms(h)
@@ -249,26 +252,30 @@ def _norms(h: torch.Tensor) -> torch.Tensor:
 
 
 def _gates(
-    h: torch.Tensor,
-    term: torch.Tensor,
-    program: torch.Tensor,
-    column: int,
-    at: dict[str, torch.Tensor],
-    terms: TermTables,
+    h: torch.Tensor, acting: _Acting, at: dict[str, torch.Tensor], terms: TermTables
 ) -> torch.Tensor:
     """The gate of each row, float32 [n], by `h`, what it judges; stores those that are decided
     here."""
-    probe = terms.probes[term].long()
+    _, program, places, column = acting
+    probe = terms.probes[acting.term].long()
     score = (h * terms.vectors[probe]).sum(dim=1)
     norm = _norms(h)
     cosine = torch.where(norm > 0, score / norm, 0.0)  # a row of zeros has no direction
     score = torch.where(at["cosine"] != 0, cosine, score)
     value = torch.sigmoid(at["sharpness"] * (score - at["threshold"]))
     frozen = (probe > 0) & (at["frozen"] != 0)
-    home = terms.gate_owners[program].long()
+    home, keeper = terms.gate_owners[:, program].long()
     decides = (frozen & (home == program)).nonzero().squeeze(1)
-    terms.gates[program[decides], column] = value[decides]
-    value = torch.where(frozen, terms.gates[home, column], value)
+    decided, latched = terms.gates[0, :, column], (probe > 0) & (at["latched"] != 0)
+    decided[program[decides]] = value[decides]
+    value = torch.where(frozen, decided[home], value)
+    for owner in keeper[latched].unique().tolist():
+        mine = (latched & (keeper == owner)).nonzero().squeeze(1)
+        kept, own = terms.gates[1:, owner, column], places[mine] - 1
+        if not at["begins"][mine[0]]:  # none of the others does: it acts without a gap
+            value[mine[0]] = torch.maximum(value[mine[0]], kept[own[0] - 1])
+        value[mine] = value[mine].cummax(0).values
+        kept[own[-len(kept) :]] = value[mine[-len(kept) :]]
     return torch.where(probe > 0, value, 1.0)
 
 
@@ -298,6 +305,8 @@ if HAS_TRITON:
     _OPENS = tl.constexpr(_COLUMN["opens"])
     _CLOSES = tl.constexpr(_COLUMN["closes"])
     _FROZEN = tl.constexpr(_COLUMN["frozen"])
+    _LATCHED = tl.constexpr(_COLUMN["latched"])
+    _BEGINS = tl.constexpr(_COLUMN["begins"])
     _HUGE, _TINY, _SHRINK = tl.constexpr(HUGE), tl.constexpr(TINY), tl.constexpr(SHRINK)
 
     @triton.jit
@@ -314,6 +323,7 @@ if HAS_TRITON:
         table,
         slots,
         program,
+        runs,
         programs,
         vectors,
         scalars,
@@ -323,10 +333,14 @@ if HAS_TRITON:
         gates,
         h_stride,
         table_stride,
+        runs_stride,
         programs_stride,
         vectors_stride,
         scalars_stride,
+        owners_stride,
+        gates_depth_stride,
         gates_stride,
+        depth,
         num_terms,
         hidden,
         BLOCK: tl.constexpr,
@@ -335,76 +349,100 @@ if HAS_TRITON:
         ENCODES: tl.constexpr,
         DECIDING: tl.constexpr,
     ):
-        """One token: the whole row is in registers."""
-        token = tl.program_id(0).to(tl.int64)
-        slot = tl.load(slots + token).to(tl.int64)
-        mine = tl.load(program + token).to(tl.int64)
-        skipped = (slot <= 0) & (mine <= 0)
+        """One token, or all of a request with gates that latch, one after the other: the whole row
+        is in registers."""
+        first = tl.program_id(0).to(tl.int64)
+        count = 1
         if GATED:
-            home = tl.load(gate_owners + mine).to(tl.int64)
-            skipped = skipped | (((mine > 0) & (home == mine)) != DECIDING)
-        if skipped:
-            return
-        cols = tl.arange(0, BLOCK)
-        mask = cols < hidden
-        row = tl.load(h + token * h_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        if NORMS:
-            arrived = _norm(row)
-        row += tl.load(table + slot * table_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        read = row
-        for column in range(num_terms):
-            term = tl.load(programs + mine * programs_stride + column).to(tl.int64)
-            if term > 0:
-                at = scalars + term * scalars_stride
-                v = tl.load(vectors + term * vectors_stride + cols, mask=mask, other=0.0)
-                along = tl.sum(row * v)
-                judged = row
-                if ENCODES:
-                    read = tl.where(tl.load(at + _OPENS) != 0, row, read)
-                    encoder = tl.load(encoders + term).to(tl.int64)
-                    judged = tl.where(encoder > 0, read, row)
-                    e = tl.load(vectors + encoder * vectors_stride + cols, mask=mask, other=0.0)
-                    before = tl.sum(read * e) + tl.load(at + _BIAS)
-                    above = tl.load(at + _ABOVE)
-                    activation = tl.where(before > above, before, 0.0)
-                    along = tl.where(encoder > 0, activation, along)
-                    shut = (tl.load(at + _ACTIVE) != 0) & (before <= above)
-                clipped = tl.minimum(tl.maximum(along, tl.load(at + _LO)), tl.load(at + _HI))
-                strength = tl.load(at + _STRENGTH)
-                # A factor of 0 leaves its part out, also where that part is infinite.
-                amount = tl.load(at + _CONSTANT)
-                amount += tl.where(strength != 0, strength * (clipped - along), 0.0)
-                gate = tl.full((), 1.0, tl.float32)
-                if GATED:
-                    probe = tl.load(probes + term).to(tl.int64)
-                    if probe > 0:
-                        p = tl.load(vectors + probe * vectors_stride + cols, mask=mask, other=0.0)
-                        score = tl.sum(judged * p)
-                        if tl.load(at + _COSINE) != 0:
-                            length = _norm(judged)
-                            score = tl.where(length > 0, score / length, 0.0)
-                        score -= tl.load(at + _THRESHOLD)
-                        gate = tl.sigmoid(tl.load(at + _SHARPNESS) * score)
-                        if tl.load(at + _FROZEN) != 0:
-                            if DECIDING:
-                                tl.store(gates + mine * gates_stride + column, gate)
-                            else:
-                                gate = tl.load(gates + home * gates_stride + column)
-                renorm = tl.load(at + _RENORM)
-                keep = 1.0 - gate * (tl.load(at + _REPLACE) + renorm)
+            run = tl.load(runs + first)
+            if run < 0:
+                return
+            count = tl.maximum(run, 1)
+        for i in range(count):
+            token = first + i
+            slot = tl.load(slots + token).to(tl.int64)
+            mine = tl.load(program + token).to(tl.int64)
+            skipped = (slot <= 0) & (mine <= 0)
+            if GATED:
+                home = tl.load(gate_owners + mine).to(tl.int64)
+                decides = (mine > 0) & (home == mine)
+                skipped = skipped | ((decides & (run == 0)) != DECIDING)
+                # Where its latched gates are kept, and those of the row before and of this one.
+                kept = gates + tl.load(gate_owners + owners_stride + mine) * gates_stride
+                place = tl.load(runs + runs_stride + token)
+                last = kept + tl.where(place > 1, place - 1, depth) * gates_depth_stride
+                kept += place * gates_depth_stride
+            if not skipped:
+                cols = tl.arange(0, BLOCK)
+                mask = cols < hidden
+                row = tl.load(h + token * h_stride + cols, mask=mask, other=0.0).to(tl.float32)
                 if NORMS:
-                    norm = _norm(row)
-                    factor = tl.load(at + _NORM)
-                    amount += tl.where(factor != 0, factor * norm, 0.0)
-                    restored = tl.where(norm > 0, arrived / norm, 1.0)
-                    keep += tl.where(renorm != 0, gate * renorm * restored, 0.0)
-                if ENCODES:
-                    amount = tl.where(shut, 0.0, amount)
-                row = tl.where(keep != 0, keep * row, 0.0) + (gate * amount) * v
-                if ENCODES:
-                    kept = (encoder > 0) & (tl.load(at + _CLOSES) == 0)
-                    read = tl.where(kept, read, row)
-        tl.store(h + token * h_stride + cols, row.to(h.dtype.element_ty), mask=mask)
+                    arrived = _norm(row)
+                added = tl.load(table + slot * table_stride + cols, mask=mask, other=0.0)
+                row += added.to(tl.float32)
+                read = row
+                for column in range(num_terms):
+                    term = tl.load(programs + mine * programs_stride + column).to(tl.int64)
+                    if term > 0:
+                        at = scalars + term * scalars_stride
+                        v = tl.load(vectors + term * vectors_stride + cols, mask=mask, other=0.0)
+                        along = tl.sum(row * v)
+                        judged = row
+                        if ENCODES:
+                            read = tl.where(tl.load(at + _OPENS) != 0, row, read)
+                            encoder = tl.load(encoders + term).to(tl.int64)
+                            judged = tl.where(encoder > 0, read, row)
+                            e = vectors + encoder * vectors_stride + cols
+                            e = tl.load(e, mask=mask, other=0.0)
+                            before = tl.sum(read * e) + tl.load(at + _BIAS)
+                            above = tl.load(at + _ABOVE)
+                            activation = tl.where(before > above, before, 0.0)
+                            along = tl.where(encoder > 0, activation, along)
+                            shut = (tl.load(at + _ACTIVE) != 0) & (before <= above)
+                        clipped = tl.maximum(along, tl.load(at + _LO))
+                        clipped = tl.minimum(clipped, tl.load(at + _HI))
+                        strength = tl.load(at + _STRENGTH)
+                        # A factor of 0 leaves its part out, also where that part is infinite.
+                        amount = tl.load(at + _CONSTANT)
+                        amount += tl.where(strength != 0, strength * (clipped - along), 0.0)
+                        gate = tl.full((), 1.0, tl.float32)
+                        if GATED:
+                            probe = tl.load(probes + term).to(tl.int64)
+                            if probe > 0:
+                                p = vectors + probe * vectors_stride + cols
+                                p = tl.load(p, mask=mask, other=0.0)
+                                score = tl.sum(judged * p)
+                                if tl.load(at + _COSINE) != 0:
+                                    length = _norm(judged)
+                                    score = tl.where(length > 0, score / length, 0.0)
+                                score -= tl.load(at + _THRESHOLD)
+                                gate = tl.sigmoid(tl.load(at + _SHARPNESS) * score)
+                                if tl.load(at + _FROZEN) != 0:
+                                    if decides:
+                                        tl.store(gates + mine * gates_stride + column, gate)
+                                    else:
+                                        gate = tl.load(gates + home * gates_stride + column)
+                                if tl.load(at + _LATCHED) != 0:
+                                    if tl.load(at + _BEGINS) == 0:
+                                        gate = tl.maximum(gate, tl.load(last + column))
+                                    tl.store(kept + column, gate)
+                        renorm = tl.load(at + _RENORM)
+                        keep = 1.0 - gate * (tl.load(at + _REPLACE) + renorm)
+                        if NORMS:
+                            norm = _norm(row)
+                            factor = tl.load(at + _NORM)
+                            amount += tl.where(factor != 0, factor * norm, 0.0)
+                            restored = tl.where(norm > 0, arrived / norm, 1.0)
+                            keep += tl.where(renorm != 0, gate * renorm * restored, 0.0)
+                        if ENCODES:
+                            amount = tl.where(shut, 0.0, amount)
+                        row = tl.where(keep != 0, keep * row, 0.0) + (gate * amount) * v
+                        if ENCODES:
+                            stays = (encoder > 0) & (tl.load(at + _CLOSES) == 0)
+                            read = tl.where(stays, read, row)
+                tl.store(h + token * h_stride + cols, row.to(h.dtype.element_ty), mask=mask)
+            if GATED:
+                tl.debug_barrier()  # the next row reads what this one stored
 
     def steer_rows_triton(
         h: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, terms: TermTables
@@ -421,6 +459,7 @@ if HAS_TRITON:
                 table,
                 slots,
                 terms.program,
+                terms.runs,
                 terms.programs,
                 terms.vectors,
                 terms.scalars,
@@ -430,10 +469,13 @@ if HAS_TRITON:
                 terms.gates,
                 h.stride(0),
                 table.stride(0),
+                terms.runs.stride(0),
                 terms.programs.stride(0),
                 terms.vectors.stride(0),
                 terms.scalars.stride(0),
-                terms.gates.stride(0),
+                terms.gate_owners.stride(0),
+                *terms.gates.stride()[:2],
+                len(terms.gates) - 1,
                 terms.programs.shape[1],
                 hidden,
                 BLOCK=block,

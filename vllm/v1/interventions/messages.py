@@ -64,6 +64,8 @@ class WorkerRequest(msgspec.Struct, frozen=True):
     """Streams of what it captures, without positions."""
     focus: tuple[int, ...] = ()
     """The row of the table of focus programs of each segment, 0 for none; () for none anywhere."""
+    latches: bool = False
+    """True if it has gates that latch."""
 
 
 class PlacedTerm(msgspec.Struct, frozen=True, gc=False):
@@ -87,6 +89,8 @@ class PlacedProgram(msgspec.Struct, frozen=True, gc=False):
     """The row of each op's term, 0 for none."""
     gate_owner_row: int
     """The row of the program that decides all gates of the request; 0 if none are decided once."""
+    latch_owner_row: int
+    """The row that keeps what latched gates of the request know; 0 if none latch."""
 
 
 TableName = Literal["sums", "terms", "programs", "focus", "matrices"]

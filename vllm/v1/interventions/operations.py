@@ -61,6 +61,13 @@ class Op:
         """True if it has a gate."""
         return bool(self.terms[0].probe)
 
+    @property
+    def begins(self) -> int | None:
+        """The first position, where its gate latches; None where it does not."""
+        if not self.terms[0].scalars.latched:
+            return None
+        return (self.positions or ALL).first_from(0)
+
     def parts(self) -> list[tuple[Term, Positions]]:
         """Each term, and where it acts."""
         if not self.each:
@@ -73,7 +80,8 @@ class Op:
         """The terms that act at a position; none where the operation does not act."""
         if self.positions is not None and position not in self.positions:
             return []
-        return [self.terms[self._rank[position]]] if self.each else self.terms
+        terms = [self.terms[self._rank[position]]] if self.each else self.terms
+        return [term.beginning() for term in terms] if position == self.begins else terms
 
     def deciding(self) -> list[Term]:
         """Terms that decide the gate at a last prompt row on which the operation does not act."""
@@ -176,6 +184,11 @@ class _Entry:
         frozen = bool(gate.scalars.get("frozen"))
         if frozen:
             positions = self.after_decision(positions, select)
+        if gate.scalars.get("latched") and positions is not None and len(positions.runs()) > 1:
+            self.given["positions"].refuse(
+                "must follow each other without a gap: a gate that latches passes what it knows "
+                "from each position to the next"
+            )
         numbers = self.numbers(operation)
         scalars = Scalars(**numbers, **gate.scalars, lane=float(self.lane))
         if operation.ranked:
@@ -261,16 +274,20 @@ class _Entry:
             return _UNGATED
         self.need_family("gate", "gate")
         gate = probe_written_out(self.given["gate"], self.shape).fields(
-            _GATE_KEYS, ("when", "cosine"), "a gate"
+            _GATE_KEYS, ("when", "cosine", "latch"), "a gate"
         )
         unknown = "unknown {given}; use 'row' or 'last_prompt'"
         when = gate.get("when", "row").choice(("row", "last_prompt"), unknown)
         rows, path = self.of_lanes(gate["probe"]).reshape(-1, self.width), gate["probe"].path
+        frozen = when == "last_prompt"
+        latch = gate.get("latch", False).flag()
+        if latch and frozen:
+            gate["latch"].refuse("is of gates that each row decides: leave it out, or 'when'")
         cosine = gate.get("cosine", False).flag()
         if cosine:
             rows = np.stack([need_unit(row, path) for row in rows])
         numbers = {name: gate[name].number() for name in _GATE_KEYS[1:]}
-        numbers |= {"frozen": float(when == "last_prompt"), "cosine": float(cosine)}
+        numbers |= {"frozen": float(frozen), "cosine": float(cosine), "latched": float(latch)}
         return _Gate(self.in_lanes(pack_float32(rows, path)), numbers)
 
     def after_decision(self, positions: Positions | None, select: Select) -> Positions:

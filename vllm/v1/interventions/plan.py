@@ -88,6 +88,8 @@ class Program(msgspec.Struct, frozen=True):
     """The digest of each op's term; "" for an op that does not act."""
     decides: bool
     """True if gates that are decided once are decided here, at the last prompt token."""
+    begins: bool = False
+    """True if a gate that latches judges its first row here."""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):

@@ -56,6 +56,11 @@ class Term(msgspec.Struct, frozen=True):
         kept = {name: gate[name] for name in _DECIDING}
         return make_term(Scalars(**kept), bytes(len(self.vector)), self.probe, self.encoder)
 
+    def beginning(self) -> "Term":
+        """This term at the first row that its latched gate judges."""
+        scalars = self.scalars._replace(begins=1.0)
+        return make_term(scalars, self.vector, self.probe, self.encoder)
+
 
 def make_term(scalars: Scalars, vector: bytes, probe: bytes = b"", encoder: bytes = b"") -> Term:
     """Make a term and its digest; shapes and dtypes are those of `Term`."""

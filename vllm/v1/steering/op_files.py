@@ -52,7 +52,8 @@ def _entry(op: ModuleOp) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     if term.probe:
         when = "last_prompt" if op.frozen else "row"
         gate = {"threshold": numbers.threshold, "sharpness": numbers.sharpness, "when": when}
-        entry["gate"] = gate | ({"cosine": True} if numbers.cosine else {})
+        flags = {"cosine": numbers.cosine, "latch": numbers.latched}
+        entry["gate"] = gate | {key: True for key, number in flags.items() if number}
         vectors["probe"] = np.frombuffer(term.probe, np.float32)
     return entry, vectors
 

@@ -69,11 +69,12 @@ class RequestInterventions:
         """Rows of cached blocks, where all that it captures may be found there."""
         self.kept_sites: list[frozenset[Site]] = []
         """The sites of each of its streams, where `kept` is set."""
-        self._decides = sys.maxsize
-        """The position at which gates that are decided once are decided again: an answer that goes
-        on has rows of its own, where nothing is decided yet."""
+        self._decides = sys.maxsize if steering is None else _first_latching(steering)
+        """The position from which on rows must be computed for what gates know: where one latches,
+        and where gates that are decided once are decided again: an answer that goes on has rows of
+        its own, where nothing is decided yet."""
         if begun and steering and any(program.decides for program in steering.programs):
-            self._decides = num_prompt_tokens - 1
+            self._decides = min(self._decides, num_prompt_tokens - 1)
 
     def use(self, kept: "KeptRows") -> None:
         """Have rows of cached blocks delivered that are kept, where all leave as they are: what is
@@ -176,6 +177,12 @@ class RequestInterventions:
         [(name, _)] = chunk.owners
         owners = [(name, len(positions))]
         return CapturedChunk(positions, values, chunk.version, owners, summed, chunk.senders)
+
+
+def _first_latching(steering: SteeringPlan) -> int:
+    """Return the position at which the first gate that latches begins to."""
+    begin = {program.digest for program in steering.programs if program.begins}
+    return min((s.first for s in steering.segments if s.program in begin), default=sys.maxsize)
 
 
 def _focus_of(steering: SteeringPlan | None) -> tuple[int, Positions]:

@@ -42,6 +42,8 @@ class _Program(NamedTuple):
     op_sites: list[tuple[Site, list[int]]]
     gate_owner: str
     """The key of the request's program that decides gates; `UNSTEERED` if none does."""
+    latch_owner: str
+    """The key of a program of the request at which a gate begins to latch, likewise."""
 
 
 class Tables:
@@ -76,8 +78,9 @@ class Tables:
         if steering is not None and steering.programs:
             yield self.terms, {each.digest: each for t in steering.terms for each in t.contents()}
             decides = next((p.digest for p in steering.programs if p.decides), UNSTEERED)
-            sites, owner = steering.op_sites, _own_key(request_id, decides)
-            programs = [_Program(p, sites, owner) for p in steering.programs]
+            begins = next((p.digest for p in steering.programs if p.begins), UNSTEERED)
+            owners = _own_key(request_id, decides), _own_key(request_id, begins)
+            programs = [_Program(p, steering.op_sites, *owners) for p in steering.programs]
             yield self.programs, {_own_key(request_id, p.program.digest): p for p in programs}
         if steering is not None and steering.focus_programs:
             ops, sets = steering.focus_ops, steering.focus_programs
@@ -140,6 +143,7 @@ class Tables:
             focus=tuple(self.focus.row(_own_key(request_id, s.focus)) for s in segments)
             if steering.focus_programs
             else (),
+            latches=any(program.begins for program in steering.programs),
         )
 
     def _streams(self, plan: CapturePlan) -> tuple[Stream, ...]:
@@ -156,7 +160,7 @@ class Tables:
             return
         self._has_new = False
         step.new_sets, step.dropped_sets = self._sets.pop_changes()
-        row = self.terms.row
+        row, program_row = self.terms.row, self.programs.row
         placed: dict[TableName, list[tuple[int, Any]]] = {
             "sums": self.sums.pop_new(),
             "terms": [
@@ -167,8 +171,8 @@ class Tables:
                 for at, t in self.terms.pop_new()
             ],
             "programs": [
-                (at, PlacedProgram(sites, list(map(row, p.terms)), self.programs.row(owner)))
-                for at, (p, sites, owner) in self.programs.pop_new()
+                (at, PlacedProgram(sites, list(map(row, p.terms)), *map(program_row, owners)))
+                for at, (p, sites, *owners) in self.programs.pop_new()
             ],
             "focus": self.focus.pop_new(),
             "matrices": self.matrices.pop_new(),

@@ -196,7 +196,10 @@ class WorkerInterventions:
             (p, n) for n in sorted(shape.layers) for p in shape.offers(n) if p in CAPTURE_POINTS
         ]
         drafts, connector = self._config.speculative_config, self._config.kv_transfer_config
-        self.tokens = TokenMap(max_tokens, device, grows=drafts is None and connector is None)
+        grows, ahead = drafts is None and connector is None, 0
+        if drafts is not None:
+            ahead = drafts.num_speculative_tokens
+        self.tokens = TokenMap(max_tokens, device, grows, ahead)
         if self._steering:
             config = self._config.steering_config
             steered = [site for site in self.sites if site[0] in config.steering_points]
@@ -208,8 +211,8 @@ class WorkerInterventions:
             self._tables["sums"] = self.table
             if config.has_ops:
                 of_stream = [site for site in steered if site[0] not in HEAD_POINTS]
-                terms, program = TermTable(config, shape, device), self.tokens.program
-                self._programs = ProgramTable(of_stream, config, shape, terms, program)
+                terms = TermTable(config, shape, device)
+                self._programs = ProgramTable(of_stream, config, shape, terms, self.tokens)
                 self._tables |= {"terms": terms, "programs": self._programs}
         if self.capture is not None:
             points = self._config.capture_config.capture_points

@@ -30,9 +30,12 @@ class _Uploaded(NamedTuple):
     programs: torch.Tensor | None
     """None where no segment has one."""
     focus: torch.Tensor | None
+    runs: torch.Tensor | None
+    """int32 [tokens], as the first of `TokenMap.runs`; None where no request has gates that
+    latch."""
     fixed_after: float
     """After how many steps of the batch no position changes a row: each request is in its last
-    segment, and none has a focus."""
+    segment, and none has a focus or gates that latch."""
 
 
 class TokenMap:
@@ -45,14 +48,24 @@ class TokenMap:
         grows: whether the positions of a request that runs only grow, so that one in its last
             segment stays there: without drafts, which may be rejected, and without a KV connector,
             which may fail to load.
+        ahead: the most tokens of a request that a step computes and the next may compute again:
+            drafts.
     """
 
-    def __init__(self, max_tokens: int, device: torch.device, grows: bool = False) -> None:
+    def __init__(
+        self, max_tokens: int, device: torch.device, grows: bool = False, ahead: int = 0
+    ) -> None:
         self._grows = grows
+        self.depth = 1 + ahead
+        """Number of positions up to the last one of which latched gates are kept."""
         self.slots = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         """The table row of each token; 0 for padding and plain tokens."""
         self.program = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         """The program of each token; 0 for no ops."""
+        self.runs = torch.zeros(2, max_tokens, dtype=torch.int32, device=device)
+        """`TermTables.runs`."""
+        self._latches = False
+        """True if any token may have a run."""
         self.focus = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         """The focus program of each token; 0 for none."""
         self.requests = torch.zeros(max_tokens, dtype=torch.int32, device=device)
@@ -103,6 +116,7 @@ class TokenMap:
         if not self.steers(req_ids):
             self.clear(0)
             self._clear_focus()
+            self._clear_runs()
             return
         batch = self._uploaded(req_ids, num_tokens)
         steps, self._steps = self._steps, self._steps + 1
@@ -119,6 +133,12 @@ class TokenMap:
         self.clear(total)
         if steps >= batch.fixed_after:
             self._placed = batch
+        if batch.runs is None:
+            self._clear_runs()
+        else:
+            self._latches = True
+            self.runs[0, :total] = batch.runs
+            self.runs[1, :total] = positions[:total] % self.depth + 1
         if batch.focus is None:
             self._clear_focus()
             return
@@ -145,7 +165,8 @@ class TokenMap:
         if self._grows:
             missing -= [self._ran.get(req_id, 0) for req_id in req_ids]
         steps = float((missing.clip(0) / num_tokens).max())
-        if focus is not None or (steps and not self._grows):
+        runs = self._runs(told, num_tokens)
+        if focus is not None or runs is not None or (steps and not self._grows):
             steps = float("inf")
         uploaded = _Uploaded(
             self._upload(np.repeat(requests, num_tokens)),
@@ -153,10 +174,22 @@ class TokenMap:
             self._upload(np.concatenate([_NOBODYS, *(r.table_rows for r in told)])),
             self._upload(programs) if programs.any() else None,
             focus,
+            runs,
             steps,
         )
         self._batch = (list(req_ids), num_tokens.copy(), uploaded)
         return uploaded
+
+    def _runs(self, told: list[WorkerRequest], num_tokens: np.ndarray) -> torch.Tensor | None:
+        if not any(request.latches for request in told):
+            return None
+        runs = np.zeros(num_tokens.sum(), np.int32)
+        ends = np.cumsum(num_tokens).tolist()
+        for request, count, end in zip(told, num_tokens.tolist(), ends, strict=True):
+            if request.latches:
+                runs[end - count : end] = -1
+                runs[end - count : end - count + 1] = count
+        return self._upload(runs)
 
     def _end_batch(self) -> None:
         """Forget the batch on the device, as another follows."""
@@ -176,6 +209,7 @@ class TokenMap:
         if self._mapped > total:
             self.slots[total : self._mapped].zero_()
             self.program[total : self._mapped].zero_()
+            self.runs[:, total : self._mapped].zero_()
             self.focus[total : self._mapped].zero_()
         self._mapped = total
 
@@ -184,10 +218,16 @@ class TokenMap:
             self.focus.zero_()
         self.focuses = False
 
+    def _clear_runs(self) -> None:
+        if self._latches:
+            self.runs.zero_()
+        self._latches = False
+
     def forget(self) -> None:
         """Zero all that is on the device: its memory was lost."""
         self.slots.zero_()
         self.program.zero_()
+        self.runs.zero_()
         self.focus.zero_()
         self._end_batch()
         self._mapped, self._programs, self._placed = 0, False, None
@@ -195,7 +235,7 @@ class TokenMap:
     def load_kernels(self) -> None:
         """Map steps of nobody: CUDA loads a kernel when it first runs, and requests would wait."""
         every = np.ones(1, np.int32)
-        self.update(set(), {"": WorkerRequest(np.zeros(1, np.int64), every, every, focus=(1,))})
+        self.update(set(), {"": WorkerRequest(np.zeros(1, np.int64), every, every, (), (1,), True)})
         for tokens in (1, 17):  # torch gathers more than 16 by another kernel
             tokens = min(tokens, len(self.slots))
             self.map([""], np.array([tokens]), torch.zeros_like(self.positions))

@@ -156,6 +156,12 @@ class RunningRequests:
                 "has a gate that is decided at the last token of the prompt, which was computed "
                 'before; have it decided at each row, with "when": "row"',
             )
+        if any(program.begins for program in after.programs):
+            reject(
+                path,
+                "has a gate that latches, which does not know of rows that were computed before; "
+                "leave out latch, or begin the answer with it",
+            )
         num_bytes = sum(len(msgspec.msgpack.encode(plan)) for plan in (before, after))
         work.charge(work.n * num_bytes >> 10, Unit.KILOBYTE, path)
         joined = Joined(before, after, self._modules.sets_of(after), path, work)

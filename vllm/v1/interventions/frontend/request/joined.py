@@ -22,7 +22,8 @@ class Joined:
 
     Args:
         before: acts up to the change.
-        after: acts from there on; no gate of it is decided at the last token of the prompt.
+        after: acts from there on; no gate of it is decided at the last token of the prompt, or
+            latches.
         module_sets: vector sets of modules that `after` refers to, by digest.
         path: field that errors name.
         work: counts what joining them costs.

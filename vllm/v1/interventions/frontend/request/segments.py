@@ -160,6 +160,8 @@ class SegmentBuilder:
         for op in self.ops:
             if op.each and op.positions is not None:
                 edges |= set(op.positions.array().tolist())
+            if op.begins is not None:
+                edges.add(op.begins + 1)
         # What there is of a span at a position changes where its runs begin and end.
         edges |= {edge for focus in self.focused for edge in focus.op.runs if edge < END}
         firsts = np.array(sorted(edges), dtype=np.int64)
@@ -351,12 +353,13 @@ class _Programs:
             first += op.width
         self.op_sites = [(site, columns[site]) for site in sorted(columns, key=site_order)]
         self._differs = np.array([op.each for op in ops], dtype=bool)
+        self._begin = {op.begins for op in ops}
         self.programs: dict[str, Program] = {}
         self.terms: dict[str, Term] = {}
 
     def key(self, first: int, acts: np.ndarray, decides: bool) -> ProgramKey:
         """The key of the program at position `first`, where bool [ops] `acts` is true."""
-        differs = bool((acts & self._differs).any())
+        differs = bool((acts & self._differs).any()) or first in self._begin
         return acts.tobytes(), decides, first if differs else -1
 
     def make(self, key: ProgramKey) -> str:
@@ -366,7 +369,7 @@ class _Programs:
         chosen: list[Term | None] = []
         for op, on in zip(self._ops, acts, strict=True):
             if on:
-                chosen += op.terms_at(first) if op.each else op.terms
+                chosen += op.terms if first < 0 else op.terms_at(first)
             else:
                 chosen += op.deciding() if op.frozen and decides else [None] * op.width
         if not any(chosen):
@@ -376,5 +379,5 @@ class _Programs:
         names = ",".join(f"{point}.{layer}" for (point, layer), _ in self.op_sites)
         listed = ";".join(",".join(digests[i] for i in ops) for _, ops in self.op_sites)
         digest = digest_of(f"{names};{decides};{listed}")
-        self.programs[digest] = Program(digest, digests, decides)
+        self.programs[digest] = Program(digest, digests, decides, first in self._begin)
         return digest

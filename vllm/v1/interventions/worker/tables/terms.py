@@ -13,6 +13,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.messages import PlacedProgram, PlacedTerm
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
+from vllm.v1.interventions.worker.token_map import TokenMap
 from vllm.v1.steering_formula import Scalars
 
 _LANE = Scalars._fields.index("lane")
@@ -59,7 +60,7 @@ class ProgramTable:
         sites: those of this worker that may be steered.
         shape: of the model.
         terms: that the programs list.
-        program: int32 [max tokens], the program of each token of a step.
+        tokens: of a step.
     """
 
     def __init__(
@@ -68,26 +69,28 @@ class ProgramTable:
         config: SteeringConfig,
         shape: TapShape,
         terms: TermTable,
-        program: torch.Tensor,
+        tokens: TokenMap,
     ) -> None:
         self._index = {site: i for i, site in enumerate(sites)}
         rows, most = config.max_steering_rows + 1, config.max_steering_ops
-        families, device = config.steering_families, program.device
+        families, device = config.steering_families, tokens.program.device
         gated = "gate" in families
-        self._gate_owners = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._gate_owners = torch.zeros(2, rows, dtype=torch.int32, device=device)
         self._programs = torch.zeros(len(sites), rows, most, dtype=torch.int32, device=device)
-        ungated = torch.zeros(1, 1, device=device)
+        ungated = torch.zeros(1, 1, 1, device=device)
         of_lanes = (shape.lanes,) if shape.lanes > 1 else ()
+        kept = 1 + tokens.depth, rows, most
         self.at = {
             site: TermTables(
-                program=program,
+                program=tokens.program,
+                runs=tokens.runs,
                 programs=self._programs[i],
                 vectors=terms.vectors,
                 scalars=terms.scalars,
                 probes=terms.probes,
                 encoders=terms.encoders,
                 gate_owners=self._gate_owners,
-                gates=torch.zeros(*of_lanes, rows, most, device=device) if gated else ungated,
+                gates=torch.zeros(*of_lanes, *kept, device=device) if gated else ungated,
                 norms=any(o.of_norms for o in OPERATIONS.values() if o.name in families),
                 gated=gated,
                 encodes=any(o.reads for o in OPERATIONS.values() if o.name in families),
@@ -111,8 +114,9 @@ class ProgramTable:
         device = self._programs.device
         rows = async_tensor_h2d(np.array([row for row, _ in placed], dtype=np.int64), device)
         self._programs.index_copy_(1, rows, async_tensor_h2d(listed, device))
-        gate_owners = np.array([each.gate_owner_row for _, each in placed], dtype=np.int32)
-        self._gate_owners.index_copy_(0, rows, async_tensor_h2d(gate_owners, device))
+        owners = [(each.gate_owner_row, each.latch_owner_row) for _, each in placed]
+        gate_owners = np.array(owners, dtype=np.int32).T.copy()
+        self._gate_owners.index_copy_(1, rows, async_tensor_h2d(gate_owners, device))
 
     def forget(self) -> None:
         """Zero the tables: the device's memory was lost."""
