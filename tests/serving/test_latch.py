@@ -135,7 +135,9 @@ def test_rejected_drafts_latch_nothing(tiny_models: TinyModels, request: Any) ->
     options: dict[str, Any] = {"steering_families": ["add", "low_rank", "gate"]}
     llm, judge = test_speculation.start(tiny_models, **options, num_gpu_blocks_override=16)
     try:
-        ops = [[latching(seed, where)] for seed in (4, 6) for where in (None, "all_generated")]
+        ops = [[latching(seed, "all_generated")] for seed in range(4, 30, 2)] + [[latching()]]
+        for [each] in ops:  # never so far open that a draft could not open it further
+            each["gate"] |= {"sharpness": 0.7, "threshold": 3.0}
         ops.append([op("low_rank", "post_block", 1, 3, strength=1.0, gate=latching(8)["gate"])])
         limit = {"max_tokens": 24}
         asks = [ask(test_speculation.PROMPT, *each, **limit) for each in ops]
