@@ -67,7 +67,7 @@ def main() -> None:
         tokens = TokenMap(2048, torch.device("cpu"))
         terms = TermTable(config.steering_config, shape, tokens.program.device)
         timed("TermTable", terms.write, placed["terms"])
-        table = ProgramTable(sites, config.steering_config, shape, terms, tokens)
+        table = ProgramTable(sites, config.steering_config, shape, terms, tokens, {})
         timed("ProgramTable", table.write, placed["programs"])
         print(f"{len(got.steering.programs)} programs\n")
 

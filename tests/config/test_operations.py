@@ -16,7 +16,7 @@ from vllm.config.operations import (
     Number,
     Operation,
 )
-from vllm.config.steering import FAMILIES, SteeringConfig
+from vllm.config.steering import ASKED, FAMILIES, SteeringConfig
 from vllm.v1.steering_formula import Scalars
 
 pytestmark = pytest.mark.quick
@@ -69,7 +69,7 @@ def test_numbers_are_those_of_the_formula(operation: Operation) -> None:
 
 
 def test_families_and_help() -> None:
-    assert (*OPERATIONS, "focus", "gate") == FAMILIES
+    assert (*OPERATIONS, *ASKED, "gate") == FAMILIES
     assert set(STREAM_OPERATIONS) | set(HEAD_OPERATIONS) == set(OPERATIONS)
     source = (ROOT / "vllm" / "config" / "steering.py").read_text()
     field = source[source.index("steering_families: list[str]") :]
@@ -77,10 +77,10 @@ def test_families_and_help() -> None:
     assert [name for name in OPERATIONS if not re.search(rf"\b{name}\b", text)] == []
 
 
-@pytest.mark.parametrize("more", [[], ["focus"], ["ablate"]])
-def test_all_is_every_family_but_focus(more: list[str]) -> None:
+@pytest.mark.parametrize("more", [[], ["focus"], ["ablate"], ["reconstruct"]])
+def test_all_is_every_family_but_those_that_must_be_named(more: list[str]) -> None:
     config = SteeringConfig(enable_steering=True, steering_families=["all", *more])
-    named = {*FAMILIES} if more == ["focus"] else {*FAMILIES} - {"focus"}
+    named = {*FAMILIES} - {*ASKED} | {*more}
     assert {*config.steering_families} == named and config.focuses == (more == ["focus"])
     each = SteeringConfig(enable_steering=True, steering_families=sorted(named))
     assert config.compute_hash() == each.compute_hash()

@@ -16,8 +16,7 @@ from tests.support.autoencoders import save_autoencoder
 from tests.support.plans import HIDDEN, SHAPE, VECTOR, config_of
 from vllm.config.capture import CaptureConfig
 from vllm.config.intervention_refusals import refuse_unsupported
-from vllm.config.operations import OPERATIONS
-from vllm.config.steering import FeatureFile, SteeringConfig
+from vllm.config.steering import FAMILIES, FeatureFile, SteeringConfig
 from vllm.v1.features.autoencoder import Autoencoder
 from vllm.v1.interventions.named_features import need_feature_files
 
@@ -44,7 +43,7 @@ OFFERED = msgspec.structs.replace(SHAPE, features=FILES)
 
 
 def asked(**fields: Any) -> dict[str, Any]:
-    config = config_of(OFFERED, steering_families=[*OPERATIONS, "gate"], max_steering_rows=64)
+    config = config_of(OFFERED, steering_families=list(FAMILIES), max_steering_rows=64)
     return {**fields, "config": config}
 
 
@@ -68,6 +67,7 @@ def rule(**more: Any) -> dict[str, Any]:
 
 AT, OP = "capture.inline.features", "steering[0]"
 MOOD = {"name": "mood", "top": 2}
+REBUILT = {"op": "reconstruct", "features": "mood"}
 NOTHING_ON = SimpleNamespace(
     steering_config=SteeringConfig(features=["mood=sae@post_block.1"]),
     capture_config=CaptureConfig(),
@@ -100,6 +100,11 @@ FEATURES = [
     Case({"path": f"{OP}.features", "given": "layer_norm"}, write(features="normed")),
     Case({"path": "rules[0].features", "given": "layer_norm"}, rule(features="normed")),
     Case({"path": f"{OP}.features"}, write(features="trans")),
+    Case(path(f"{OP}.features", "'trans'"), asked(steering=[{**REBUILT, "features": "trans"}])),
+    Case(
+        path("steering[1]", place="post_block 1"),
+        asked(steering=[{**REBUILT, "features": "normed"}, REBUILT]),
+    ),
     Case(path(f"{AT}.error", "trans"), read({"name": "trans", "error": True})),
     Case(path("capture.logging.features"), logged()),
     Case(path("rules[0].threshold", "'x'"), rule(threshold="x")),

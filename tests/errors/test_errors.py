@@ -177,8 +177,8 @@ OTHERS = [
         {
             "given": "['twist']",
             "allowed": "['add', 'norm_match', 'ablate', 'clamp', 'pin', "
-            "'replace', 'normalize', 'swap', 'feature', 'low_rank', 'scale', 'focus', 'gate', "
-            "'all']",
+            "'replace', 'normalize', 'swap', 'feature', 'low_rank', 'scale', 'focus', "
+            "'reconstruct', 'gate', 'all']",
         },
         do=lambda: SteeringConfig(steering_families=["add", "twist"]),
     ),

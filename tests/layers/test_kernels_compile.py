@@ -36,14 +36,14 @@ every = sys.argv[1:] == ["every"]
 DTYPES = ("bf16", "fp16", "fp32") if every else ("bf16", "fp32")
 kernel = steering_terms._steer_rows_kernel
 INTS = ("slots", "program", "runs", "programs", "probes", "encoders", "gate_owners")
-FLOATS = ("vectors", "scalars", "gates")
+FLOATS = ("vectors", "scalars", "gates", "shift")
 for dtype in DTYPES:
     for block in (512, 16384):
         kinds = ((0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1), (1, 1, 0, 1), (1, 1, 1, 1))
         kinds = kinds if every or dtype == "bf16" else kinds[-1:]
         for norms, gated, deciding, encodes in kinds:
             constants = {"BLOCK": block, "NORMS": norms, "GATED": gated, "DECIDING": deciding}
-            constants["ENCODES"] = encodes
+            constants |= {"ENCODES": encodes, "SHIFTS": encodes}
             types = {"h": "*" + dtype, "table": "*" + dtype}
             types |= dict.fromkeys(INTS, "*i32") | dict.fromkeys(FLOATS, "*fp32")
             types |= dict.fromkeys(constants, "constexpr")

@@ -219,6 +219,22 @@ def test_gates_of_features_judge_what_the_features_read(steer: Steer, maker: Mak
 
 @MANY
 @given(maker=makers())
+def test_features_read_the_row_from_before_it_is_shifted(steer: Steer, maker: Maker) -> None:
+    """What follows them reads the row with both changes."""
+    rows, shift = maker.rows(), maker.rows()
+    made, clamp = [maker.feature(0.0) for _ in range(2)], maker.op("clamp")
+    vectors = [{"encoder": each["encoder"], "decoder": each["decoder"]} for each in made]
+    features = [entry("feature", value=maker.size, **each) for each in vectors]
+    site = Site([*features, clamp], maker.hidden, LENGTH)
+    got = site.step(steer, rows, range(LENGTH), shift=shift)
+    want = only(steer, only(steer, rows, *features) + shift, clamp)
+    assert worst(got, want.double(), rows) < 20 * TOLERANCE
+    twin = only(steer, only(steer, rows + shift, *features), clamp)
+    assert worst(got, twin.double(), rows) > 1e-4
+
+
+@MANY
+@given(maker=makers())
 def test_a_feature_below_its_threshold_is_not_active(steer: Steer, maker: Maker) -> None:
     rows, fields = maker.rows(32), maker.feature(0.0)
     read = rows.double() @ torch.as_tensor(fields["encoder"]).double()

@@ -82,7 +82,7 @@ def pair(
         llm = make_llm(
             path,
             enable_steering=True,
-            steering_families=["add", "feature", "gate", "ablate"],
+            steering_families=["add", "feature", "gate", "ablate", "reconstruct"],
             capture_consumers=["inline", f"filesystem:root={root}"],
             capture_points=[*STREAM_POINTS, "mlp_in"],
             features=[f"{name}={files[name]}@{site}" for name, site in ENTRIES.items()],
@@ -405,3 +405,50 @@ def test_deltas_are_the_whole(pair: tuple[LLM, Judge]) -> None:
     for name in ("top_ids", "top_values", "values", "active", "error"):
         joined = torch.cat([getattr(rows, name) for rows in parts])
         assert torch.equal(joined, getattr(expected, name)), name
+
+
+def rebuilt(judge: Judge, files: dict[str, Path], ask: Ask, output: RequestOutput) -> Ask:
+    """A request that says outright what the reconstruction of every row is, of the final sequence:
+    of transformers' rows, in float64."""
+    [first, *rest] = ask.fields["steering"]
+    name = first["features"]
+    point, layer = ENTRIES[name].split(".")
+    sequence = [*ask.prompt, *output.outputs[0].token_ids][:-1]
+    x = judge.reference.run(sequence).rows[point, int(layer)]
+    sae = Autoencoder.load(files[name])
+    a = sae.encode(x)
+    for op in rest:
+        a[:, op["id"]] = op["value"]
+    first = len(ask.prompt) if first.get("positions") == "all_generated" else 0
+    at = list(range(first, len(sequence)))
+    op = {"op": "replace", "point": point, "layers": int(layer), "positions": at}
+    return Ask(ask.prompt, {**ask.fields, "steering": [{**op, "values": sae.decode(a, x)[at]}]})
+
+
+def test_rows_become_what_is_reconstructed(pair: tuple[LLM, Judge], files: dict[str, Path]) -> None:
+    """At prompts that are cut, beside others, and with features that act at once with it."""
+    llm, judge = pair
+    rows = serving.capture("all")
+    generated = {"positions": "all_generated"}
+    more = {"op": "feature", "features": "jump", "id": 7, "value": 5.0}
+    again = {"op": "feature", "features": "jump", "id": 11, "value": 4.0}
+    asked: list[list[dict[str, Any]]] = [
+        [{"features": "jump"}],
+        [{"features": "top", **generated}],
+        [{"features": "normed"}],
+        [{"features": "jump"}, more, again],
+    ]
+    asks = [
+        Ask(prompt_of(20, 75 + i), {"steering": [{"op": "reconstruct", **first}, *rest], **rows})
+        for i, (first, *rest) in enumerate(asked)
+    ]
+    outputs = serve(llm, [*asks, Ask(prompt_of(20, 75), rows)])
+    for ask, output in zip(asks, outputs, strict=False):
+        judge.check(rebuilt(judge, files, ask, output), output)
+    judge.check(Ask(prompt_of(20, 75), rows), outputs[-1])
+    with pytest.raises(AssertionError, match="off by"):
+        judge.check(Ask(asks[0].prompt, rows), outputs[0])
+    # The twin: features that read what was reconstructed, and not the row.
+    one = Ask(asks[3].prompt, {**asks[3].fields, "steering": asks[3].fields["steering"][:1]})
+    with pytest.raises(AssertionError, match="off by"):
+        judge.check(rebuilt(judge, files, one, outputs[3]), outputs[3])

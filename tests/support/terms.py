@@ -29,7 +29,7 @@ LENGTH = 9
 """Rows of a made-up request."""
 FAMILIES = frozenset({*STREAM_OPERATIONS, "gate"})
 
-Steer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TermTables], None]
+Steer = Callable[..., None]
 """`steer_rows_torch` or `steer_rows_triton`."""
 
 
@@ -249,6 +249,7 @@ class Site:
         positions: Sequence[int],
         table: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        shift: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[tokens, hidden] after one step over rows of these positions, in this order."""
         h = rows.to(self.device, self.dtype, copy=True)
@@ -259,7 +260,7 @@ class Site:
             self.tables.runs[0, : len(h)] = -1
             self.tables.runs[0, 0] = len(h)
             self.tables.runs[1, : len(h)] = torch.tensor(list(positions)) % self.depth + 1
-        steer(h, table.to(self.device, self.dtype), slots.to(self.device), self.tables)
+        steer(h, table.to(self.device, self.dtype), slots.to(self.device), self.tables, shift)
         return h.cpu()
 
     def expected(self, rows: torch.Tensor, additive: torch.Tensor | None = None) -> torch.Tensor:

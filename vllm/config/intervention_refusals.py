@@ -85,7 +85,9 @@ def refuse_unsupported(config: "VllmConfig") -> None:
     refuse_keeping(config)
     refuse_stop(config)
     if config.steering_config.features:
-        _refuse("features", {"sleep mode, with capture": model.enable_sleep_mode and capture})
+        held = capture or config.steering_config.reconstructs
+        sleeps = {"sleep mode, with capture or reconstruct": model.enable_sleep_mode and held}
+        _refuse("features", sleeps)
     rounds = os.environ.get("TRITON_F32_DEFAULT", "tf32") != "ieee"
     if model.dtype == torch.float32 and rounds and current_platform.is_cuda():
         logger.warning_once(

@@ -12,8 +12,11 @@ from vllm.config.operations import OPERATIONS
 from vllm.config.points import RESIDUAL_POINTS, RETURNED, STEERING_POINTS, STREAM_POINTS
 from vllm.config.utils import config
 
-FAMILIES = (*OPERATIONS, "focus", "gate")
+FAMILIES = (*OPERATIONS, "focus", "reconstruct", "gate")
 """Families that an engine can be started with: the operations, and gates on them."""
+
+ASKED = ("focus", "reconstruct")
+"""Families that must be named: they cost in steps that do not use them, or need other options."""
 
 SCHEMA = 10
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
@@ -25,7 +28,7 @@ positions a megabyte."""
 
 
 ALL = "all"
-"""Name of all families but focus, which needs other options, too."""
+"""Name of all families but those that must be named."""
 
 
 _FEATURES = re.compile(r"(?P<name>[\w.-]{1,64})=(?P<path>.+)@(?P<point>\w+)\.(?P<layer>\d{1,9})")
@@ -64,9 +67,10 @@ class SteeringConfig:
     steering_families: list[str] = Field(default_factory=lambda: ["add"], min_length=1)
     """Families that requests may use in `steering`, of add, norm_match, ablate, clamp, pin,
     replace, normalize, swap, feature, low_rank, gate (any of these times a sigmoid of a probe),
-    scale, of heads at z, and focus, of weights of attention, which needs q and z among
-    capture_points; "all" is all but focus. Any family other than add, scale and focus puts an op at
-    every steered site, and focus puts one in every layer.
+    scale, of heads at z, reconstruct, by the autoencoders of features, and focus, of weights of
+    attention, which needs q and z among capture_points; "all" is all but the last two. Any family
+    other than add, scale and focus puts an op at every steered site, and focus puts one in every
+    layer.
     """
 
     max_steering_rows: int = Field(default=1024, ge=1, le=1 << 20)
@@ -109,7 +113,7 @@ class SteeringConfig:
         refuse_unknown("steering_families", self.steering_families, (*FAMILIES, ALL))
         if ALL in self.steering_families:
             named = {*self.steering_families}
-            self.steering_families = [f for f in FAMILIES if f != "focus" or f in named]
+            self.steering_families = [f for f in FAMILIES if f not in ASKED or f in named]
         _ = self.feature_files
         for option in ("steering_modules", "default_steering_modules"):
             if getattr(self, option) and not self.enable_steering:
@@ -136,6 +140,11 @@ class SteeringConfig:
         return not {"add", "scale", "focus"}.issuperset(self.steering_families)
 
     @property
+    def reconstructs(self) -> bool:
+        """True if rows can be made what autoencoders reconstruct of them."""
+        return self.enable_steering and "reconstruct" in self.steering_families
+
+    @property
     def focuses(self) -> bool:
         """True if weights of attention can be changed."""
         return self.enable_steering and "focus" in self.steering_families
@@ -159,5 +168,6 @@ class SteeringConfig:
                 "families": sorted(set(self.steering_families)),
                 "rows": self.max_steering_rows if self.has_ops else 0,
                 "ops": self.max_steering_ops if self.has_ops else 0,
+                "features": sorted(self.features) if self.reconstructs else [],
             }
         )

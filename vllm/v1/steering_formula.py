@@ -36,6 +36,9 @@ where with `cosine` h is brought to length 1, as the probe is then. Gates of ter
 decided on `b`, too. A gate that is `latched` is the largest of these g over the rows of the request
 from the first on that the operation acts on, up to this one.
 
+Where a term `reconstructs`, h is what an autoencoder makes of the row in its place, and b, of the
+first terms with encoders, still the row: features act at once with it.
+
 Where they come from: add, Turner et al. 2023 (arXiv:2308.10248); ablate with strength 1, Arditi et
 al. 2024 (arXiv:2406.11717); swap, the reflection of Householder 1958 that takes one direction to
 the other; activations by ReLU (above 0) and JumpReLU, Rajamanoharan et al. 2024 (arXiv:2407.14435);
@@ -75,6 +78,9 @@ class Scalars(NamedTuple):
     """1 if it reads the row as it is, and not as the terms with encoders before it found it."""
     closes: float = 0.0
     """1 if the next term reads the row anew."""
+    reconstructs: float = 0.0
+    """1 for the first of the site's autoencoders, 2 for the next: the row is made what it
+    reconstructs of it, before all terms."""
     lane: float = -1.0
     """Index of the lane that it acts on, where the stream has several; -1 for each lane by
     itself."""

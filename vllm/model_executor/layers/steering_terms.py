@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from vllm.model_executor.layers.reconstruction import flat
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.features.autoencoder import Autoencoder
 from vllm.v1.steering_formula import Scalars
 
 _COLUMN = {name: column for column, name in enumerate(Scalars._fields)}
@@ -67,7 +69,9 @@ class TermTables:
     gated: bool
     """True if the engine has gates."""
     encodes: bool
-    """True if the engine has operations with encoders: feature or low_rank."""
+    """True if the engine has operations with encoders: feature, low_rank or reconstruct."""
+    autoencoders: tuple[Autoencoder, ...] = ()
+    """Autoencoders of this site, on the device, for rows that become reconstructions."""
 
 
 def steer_terms(
@@ -81,10 +85,18 @@ def steer_terms(
         table: [slots, hidden] or [slots, lanes * hidden] in the model's dtype, row 0 zeros.
         slots: int32 [>= tokens], the table row of each token.
     """
+    shift = table[:0]
+    if terms.autoencoders:
+        tensors, numbers = flat(terms.autoencoders)
+        program, programs = terms.program, terms.programs
+        shift = torch.ops.vllm.reconstruct_rows(
+            h, table, slots, program, programs, terms.scalars, tensors, numbers
+        )
     torch.ops.vllm.steer_rows(
         h,
         table,
         slots,
+        shift,
         terms.program,
         terms.runs,
         terms.programs,
@@ -104,6 +116,7 @@ def steer_rows(
     h: torch.Tensor,
     table: torch.Tensor,
     slots: torch.Tensor,
+    shift: torch.Tensor,
     program: torch.Tensor,
     runs: torch.Tensor,
     programs: torch.Tensor,
@@ -135,7 +148,7 @@ def steer_rows(
     )
     steer = steer_rows_triton if HAS_TRITON and h.is_cuda else steer_rows_torch
     if h.dim() == 2:
-        steer(h, table, slots, terms)
+        steer(h, table, slots, terms, shift)
         return
     for lane, row in enumerate(h):
         own = slice(lane * h.shape[2], (lane + 1) * h.shape[2])
@@ -148,6 +161,7 @@ def _steer_rows_fake(
     h: torch.Tensor,
     table: torch.Tensor,
     slots: torch.Tensor,
+    shift: torch.Tensor,
     program: torch.Tensor,
     runs: torch.Tensor,
     programs: torch.Tensor,
@@ -165,9 +179,18 @@ def _steer_rows_fake(
 
 
 def steer_rows_torch(
-    h: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, terms: TermTables
+    h: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    terms: TermTables,
+    shift: torch.Tensor | None = None,
 ) -> None:
-    """Compute the op in torch; waits for the device where there is one."""
+    """Compute the op in torch; waits for the device where there is one.
+
+    Args:
+        shift: float32 [tokens, hidden], what is added to the row that the first encoders read;
+            None or without rows for nothing.
+    """
     count = h.shape[0]
     slots, program = slots[:count], terms.program[:count].long()
     tokens = ((slots > 0) | (program > 0)).nonzero().squeeze(1)
@@ -178,6 +201,8 @@ def steer_rows_torch(
     program, places = program[tokens], terms.runs[1, tokens].long()
     norm = _norms(arrived) if terms.norms else None
     read = rows.clone() if terms.encodes else rows
+    if shift is not None and len(shift):
+        rows = rows + shift[tokens]
     # Column by column, since a row may read what another row of this step decides.
     for column, term in enumerate(terms.programs[program].long().unbind(1)):
         acting = (term > 0).nonzero().squeeze(1)
@@ -322,6 +347,7 @@ if HAS_TRITON:
         h,
         table,
         slots,
+        shift,
         program,
         runs,
         programs,
@@ -347,6 +373,7 @@ if HAS_TRITON:
         NORMS: tl.constexpr,
         GATED: tl.constexpr,
         ENCODES: tl.constexpr,
+        SHIFTS: tl.constexpr,
         DECIDING: tl.constexpr,
     ):
         """One token, or all of a request with gates that latch, one after the other: the whole row
@@ -381,6 +408,8 @@ if HAS_TRITON:
                 added = tl.load(table + slot * table_stride + cols, mask=mask, other=0.0)
                 row += added.to(tl.float32)
                 read = row
+                if SHIFTS:
+                    row += tl.load(shift + token * hidden + cols, mask=mask, other=0.0)
                 for column in range(num_terms):
                     term = tl.load(programs + mine * programs_stride + column).to(tl.int64)
                     if term > 0:
@@ -445,7 +474,11 @@ if HAS_TRITON:
                 tl.debug_barrier()  # the next row reads what this one stored
 
     def steer_rows_triton(
-        h: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, terms: TermTables
+        h: torch.Tensor,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        terms: TermTables,
+        shift: torch.Tensor | None = None,
     ) -> None:
         """Run the op as a Triton kernel: one program per token, two launches if rows read what
         others of the same step decide."""
@@ -458,6 +491,7 @@ if HAS_TRITON:
                 h,
                 table,
                 slots,
+                table if shift is None else shift,
                 terms.program,
                 terms.runs,
                 terms.programs,
@@ -482,6 +516,7 @@ if HAS_TRITON:
                 NORMS=terms.norms,
                 GATED=terms.gated,
                 ENCODES=terms.encodes,
+                SHIFTS=shift is not None and len(shift) > 0,
                 DECIDING=deciding,
                 num_warps=num_warps(block),
             )

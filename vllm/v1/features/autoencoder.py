@@ -163,6 +163,21 @@ class Autoencoder:
             decoded += rows.float() @ self.skip.float().T
         return self.unscaled(decoded, self.scaled(rows))
 
+    def reconstruct(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what is decoded of the activations of rows, float32 [n, hidden], by products in
+        the matrices' dtype.
+
+        Args:
+            rows: [n, hidden], where the matrices are.
+        """
+        scaled = self.scaled(rows)
+        return self.decoded(self.active(product(scaled.rows, self.encoder)), scaled)
+
+    def decoded(self, activations: torch.Tensor, scaled: Scaled) -> torch.Tensor:
+        """Return what activations [n, features] of scaled rows stand for, as `reconstruct`."""
+        weights = (activations * self.decoder_gain).to(self.decoder.dtype)
+        return self.unscaled(product(weights, self.decoder) + self.decoder_bias, scaled)
+
     def unscaled(self, decoded: torch.Tensor, scaled: Scaled) -> torch.Tensor:
         """Return what is decoded in the units of rows; of a transcoder as it is, whose decoder
         writes another site."""
@@ -271,6 +286,13 @@ class Autoencoder:
         """
         site = {"op": "feature", "point": point, "layers": layers}
         return site | self.at(point).feature(feature) | fields
+
+
+def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Multiply rows with a matrix, in its dtype; the result is float32."""
+    if matrix.dtype == torch.float32:
+        return rows.float() @ matrix
+    return torch.mm(rows.to(matrix.dtype), matrix, out_dtype=torch.float32)
 
 
 @cache

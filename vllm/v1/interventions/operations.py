@@ -12,8 +12,8 @@ import torch
 
 from vllm.config.operations import ALSO, HEAD_OPERATIONS, INF, OPERATIONS, Operation
 from vllm.config.points import RETURNED
+from vllm.config.steering import ASKED
 from vllm.v1.interventions.errors import need_family, show
-from vllm.v1.interventions.focus import FOCUS
 from vllm.v1.interventions.given import Given, Select
 from vllm.v1.interventions.likely import first_likely
 from vllm.v1.interventions.low_rank import read_low_rank
@@ -239,9 +239,10 @@ class _Entry:
     def operation(self) -> Operation:
         """The operation, its keys checked."""
         op = self.given["op"]
-        if op.says(FOCUS):
-            op.refuse("focus belongs to a request, as its span does")
-        said = ", ".join((*OPERATIONS, FOCUS))
+        for name in ASKED:
+            if op.says(name):
+                op.refuse(f"{name} belongs to a request, in its field steering")
+        said = ", ".join((*OPERATIONS, *ASKED))
         unknown = f"unknown operation {{given}}; operations are {said}"
         if "op" not in self.given and (meant := first_likely(self.given.value, "op")):
             op.refuse(unknown, f"None (did you mean 'op' by {meant}?)")

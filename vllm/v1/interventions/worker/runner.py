@@ -27,6 +27,7 @@ from vllm.model_executor.layers.residual_taps import (
     PassTap,
     SiteTap,
 )
+from vllm.v1.features.autoencoder import Autoencoder
 from vllm.v1.interventions.capture_groups import num_senders
 from vllm.v1.interventions.messages import TableName, num_table_rows
 from vllm.v1.interventions.plan import Site
@@ -46,6 +47,7 @@ from vllm.v1.interventions.worker.layers import (
     refuse_layers,
     unbound_taps,
 )
+from vllm.v1.interventions.worker.making.features import on_device
 from vllm.v1.interventions.worker.making.lens import LensReader
 from vllm.v1.interventions.worker.rows.arena import CaptureArena
 from vllm.v1.interventions.worker.tables.sums import SteeringTable
@@ -212,7 +214,8 @@ class WorkerInterventions:
             if config.has_ops:
                 of_stream = [site for site in steered if site[0] not in HEAD_POINTS]
                 terms = TermTable(config, shape, device)
-                self._programs = ProgramTable(of_stream, config, shape, terms, self.tokens)
+                dense = self._autoencoders(of_stream) if config.reconstructs else {}
+                self._programs = ProgramTable(of_stream, config, shape, terms, self.tokens, dense)
                 self._tables |= {"terms": terms, "programs": self._programs}
         if self.capture is not None:
             points = self._config.capture_config.capture_points
@@ -222,6 +225,19 @@ class WorkerInterventions:
                 self._tables["matrices"] = self.capture.projections
             if self.table is not None:
                 self.capture.compare_with(self.table.at)
+
+    def _autoencoders(self, sites: list[Site]) -> dict[Site, tuple[Autoencoder, ...]]:
+        """Return those of each site, in the option's order."""
+        assert self.shape is not None
+        files = self._config.steering_config.feature_files
+        one = sites if self.shape.lanes == 1 else []
+        own = {n: file for n, file in files.items() if (file.point, file.layer) in one}
+        made = on_device(own, self._device, self.shape.torch_dtype)
+        found: dict[Site, tuple[Autoencoder, ...]] = {}
+        for name, file in own.items():
+            site = file.point, file.layer
+            found[site] = (*found.get(site, ()), made[name])
+        return found
 
     def bind_caches(self, runner: Any) -> None:
         """Tell layers that are focused where the pages of their KV cache are.

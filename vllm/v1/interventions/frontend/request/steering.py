@@ -12,10 +12,15 @@ from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.focus import FocusParser, is_focus
 from vllm.v1.interventions.frontend.request.memo import VectorMemo
 from vllm.v1.interventions.frontend.request.prompt import Prompt
+from vllm.v1.interventions.frontend.request.reconstruct import (
+    is_reconstruct,
+    need_first,
+    parse_reconstruct,
+)
 from vllm.v1.interventions.frontend.request.segments import SegmentBuilder
 from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.given import Given
-from vllm.v1.interventions.operations import parse_ops
+from vllm.v1.interventions.operations import Op, parse_ops
 from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS, VECTOR_FIELDS, SteeringPlan
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
@@ -134,7 +139,8 @@ class _Request:
         return named
 
     def add_ops(self, value: Any) -> None:
-        families, paths = frozenset(self._config.steering_families), []
+        families, paths = frozenset(self._config.steering_families), list[str]()
+        first: list[tuple[str, Op, int]] = []
         focus = FocusParser(self._shape, families, self._select, self._prompt)
 
         def focused(entry: Any, path: str) -> bool:
@@ -143,13 +149,23 @@ class _Request:
             self._prompt.work.charge(2 * len(self._shape.layers), Unit.CELL, path)
             if is_focus(entry):
                 self._segments.focused.append(focus.parse(entry, path))
+            elif is_reconstruct(entry):
+                made = parse_reconstruct(entry, path, self._shape, families, self._select)
+                first.append((path, made, len(paths)))
             else:
                 paths.append(path)
-            return is_focus(entry)
+                return False
+            return True
 
         most = self._config.max_steering_ops
         ops = parse_ops(value, "steering", self._shape, families, self._select, most, focused)
         self._segments.key_weights = focus.charge("steering")
+        ahead = self._segments.ops
+        for path, op, number in first:
+            need_first(op, [*ahead, *ops[:number]], path)
+            ahead = [*ahead, op]
+        paths = [path for path, _, _ in first] + paths
+        ops = [op for _, op, _ in first] + ops
         for path, op in zip(paths, ops, strict=True):
             need_steered_points(op.sites, path, self._config)
         self._segments.operate(ops, self._config)

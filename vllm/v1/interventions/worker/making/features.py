@@ -15,7 +15,7 @@ import torch
 from vllm.config.steering import FeatureFile
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.features.autoencoder import Autoencoder, opened
+from vllm.v1.features.autoencoder import Autoencoder, opened, product
 from vllm.v1.interventions.capture_groups import LocalStream
 from vllm.v1.interventions.makings import Features
 from vllm.v1.interventions.step_rows import Block
@@ -105,7 +105,7 @@ def _read(
     """Write what is given of rows [n, hidden] to the fields, each [n, width]."""
     top_ids, top_values, values, active, error = into
     scaled = autoencoder.scaled(rows)
-    activations = autoencoder.active(_product(scaled.rows, autoencoder.encoder))
+    activations = autoencoder.active(product(scaled.rows, autoencoder.encoder))
     if making.top:
         found = activations.topk(making.top)
         is_active = found.values > making.above
@@ -114,13 +114,4 @@ def _read(
     values.copy_(activations[:, ids])
     active.view(torch.int32)[:, 0] = (activations > making.above).sum(1)
     if making.error:
-        weights = (activations * autoencoder.decoder_gain).to(autoencoder.decoder.dtype)
-        decoded = _product(weights, autoencoder.decoder) + autoencoder.decoder_bias
-        error[:, 0] = (rows.float() - autoencoder.unscaled(decoded, scaled)).norm(dim=1)
-
-
-def _product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Multiply rows with a matrix; the result is float32."""
-    if matrix.dtype == torch.float32:
-        return rows.float() @ matrix
-    return torch.mm(rows.to(matrix.dtype), matrix, out_dtype=torch.float32)
+        error[:, 0] = (rows.float() - autoencoder.decoded(activations, scaled)).norm(dim=1)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device side of ops other than addition: terms, and the programs that list them."""
 
+from collections.abc import Mapping
 from itertools import groupby
 
 import numpy as np
@@ -10,6 +11,7 @@ from vllm.config.operations import OPERATIONS
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.steering_terms import TermTables
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.features.autoencoder import Autoencoder
 from vllm.v1.interventions.messages import PlacedProgram, PlacedTerm
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
@@ -61,6 +63,7 @@ class ProgramTable:
         shape: of the model.
         terms: that the programs list.
         tokens: of a step.
+        autoencoders: on the device, of each site whose rows may be made what they reconstruct.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class ProgramTable:
         shape: TapShape,
         terms: TermTable,
         tokens: TokenMap,
+        autoencoders: Mapping[Site, tuple[Autoencoder, ...]],
     ) -> None:
         self._index = {site: i for i, site in enumerate(sites)}
         rows, most = config.max_steering_rows + 1, config.max_steering_ops
@@ -93,7 +97,9 @@ class ProgramTable:
                 gates=torch.zeros(*of_lanes, *kept, device=device) if gated else ungated,
                 norms=any(o.of_norms for o in OPERATIONS.values() if o.name in families),
                 gated=gated,
-                encodes=any(o.reads for o in OPERATIONS.values() if o.name in families),
+                encodes=any(o.reads for o in OPERATIONS.values() if o.name in families)
+                or bool(autoencoders),
+                autoencoders=autoencoders.get(site, ()),
             )
             for i, site in enumerate(sites)
         }
