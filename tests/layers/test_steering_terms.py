@@ -252,6 +252,16 @@ def test_a_feature_below_its_threshold_is_not_active(steer: Steer, maker: Maker)
     assert not (always[shut] == rows[shut]).all(dim=1).any()
 
 
+def test_a_feature_at_its_threshold_is_not_active(steer: Steer) -> None:
+    """Numbers that float32 has, so that it is reached; a little above it is."""
+    rows = torch.tensor([[1.5, 0.0], [1.5000002, 0.0]])
+    at = {"encoder": [1.0, 0.0], "decoder": [0.0, 1.0], "threshold": 1.0, "bias": -0.5}
+    zero = only(steer, rows, entry("feature", **at, value=0.0))
+    assert torch.equal(zero[0], rows[0]) and float(zero[1, 1]) < -0.99
+    adds = only(steer, rows, entry("feature", **at, add=3.0, only_if_active=True))
+    assert torch.equal(adds[0], rows[0]) and float(adds[1, 1]) == 3.0
+
+
 @MANY
 @given(maker=makers())
 def test_ablate_is_idempotent(steer: Steer, maker: Maker) -> None:

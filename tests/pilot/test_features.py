@@ -169,6 +169,33 @@ def test_what_the_tools_say_of_their_own_files(tmp_path: Path) -> None:
         assert float((other.decode(got, rows) - decoded).abs().max()) > 0.1, case
 
 
+def test_an_activation_at_its_threshold_is_none(tmp_path: Path) -> None:
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in made().items()}
+    tensors["threshold"] += 1.5
+    tensors["W_enc"][0] = 1.0
+    sae = Autoencoder.load(saelens(tmp_path / "sae", tensors, architecture="jumprelu"))
+    x = torch.zeros(2, HIDDEN)
+    x[:, 0] = torch.tensor([1.5, 1.5000002])
+    assert (sae.encode(x) > 0).tolist() == [[False] * FEATURES, [True] * FEATURES]
+
+
+def test_a_reconstruction_is_what_is_decoded(tmp_path: Path) -> None:
+    """As the engine computes it, of all kinds of files but transcoders."""
+    stored, seen = load_file(ORACLES), 0
+    with safe_open(ORACLES, "pt") as file:
+        cases = file.metadata()
+    for case, text in cases.items():
+        tensors, [rows, _, decoded] = stored_case(stored, case)
+        tool = case.partition("-")[0]
+        sae = Autoencoder.load(as_saved(tmp_path / case, tool, tensors, json.loads(text)))
+        if sae.transcodes or sae.skip is not None:
+            continue
+        seen += 1
+        assert float((sae.reconstruct(rows) - decoded).abs().max()) < TOLERANCE, case
+        assert float((rows - decoded).abs().max()) > 0.1, "it reconstructs too well to say"
+    assert seen >= 15
+
+
 ADDS_AFTER = (
     "-False",
     "JumpReluAutoEncoder",
