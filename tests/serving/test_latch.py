@@ -129,7 +129,9 @@ def test_prefix_cache(tiny_models: TinyModels, case: str) -> None:
         shut_down(llm)
 
 
-def test_rejected_drafts_latch_nothing(tiny_models: TinyModels, request: Any) -> None:
+def test_rejected_drafts_latch_nothing_and_low_rank_changes_are_exact(
+    tiny_models: TinyModels, request: Any
+) -> None:
     if request.getfixturevalue("runner") == "v2":
         pytest.skip("upstream's ngram drafter does not run under Triton's interpreter")
     options: dict[str, Any] = {"steering_families": ["add", "low_rank", "gate"]}
@@ -139,6 +141,9 @@ def test_rejected_drafts_latch_nothing(tiny_models: TinyModels, request: Any) ->
         for [each] in ops:  # never so far open that a draft could not open it further
             each["gate"] |= {"sharpness": 0.7, "threshold": 3.0}
         ops.append([op("low_rank", "post_block", 1, 3, strength=1.0, gate=latching(8)["gate"])])
+        ops += [
+            [op("low_rank", "post_block", 1, 3, positions=at)] for at in ("all", "all_generated")
+        ]
         limit = {"max_tokens": 24}
         asks = [ask(test_speculation.PROMPT, *each, **limit) for each in ops]
         with serving.watching(llm) as steps:

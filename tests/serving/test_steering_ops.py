@@ -266,6 +266,7 @@ def preempted_ops() -> list[list[dict[str, Any]]]:
         [op("pin", "post_attn", 2, 31, positions="all_generated")],
         [op("norm_match", "post_block", 0, 32, positions="all_prompt")],
         [frozen(seed=33), op("clamp", "pre_attn", 1, 34)],
+        [op("low_rank", "post_block", 1, 35, positions={"start": 7})],
     ]
 
 
@@ -281,7 +282,7 @@ def test_preemption(tiny_models: TinyModels, cached: bool) -> None:
         ]
         with serving.watching(llm) as steps:
             outputs = serve(llm, asks)
-        assert {0, 1, 2, 4} & set(steps.recomputed), "no operation was recomputed"
+        assert {0, 1, 2, 4, 5} & set(steps.recomputed), "no operation was recomputed"
         check(judge, asks, outputs)
     finally:
         shut_down(llm)
@@ -301,12 +302,20 @@ def one(*ops: dict[str, Any]) -> dict[str, Any]:
 
 
 PIN, ADD = op("pin", "post_block", 1, 40), op("add", "post_block", 1)
+RANKED = op("low_rank", "post_block", 1, 40)
 CACHE_CASES = {
     "one operation is shared": (one(PIN), one(PIN), FULL),
     "not with plain": ({}, one(PIN), 0),
     "nor plain with it": (one(PIN), {}, 0),
     "another direction": (one(PIN), one(op("pin", "post_block", 1, 41)), 0),
     "another value": (one(PIN), one(PIN | {"value": 30.0}), 0),
+    "a low-rank change is shared": (one(RANKED), one(RANKED), FULL),
+    "another shift": (one(RANKED), one(RANKED | {"c": torch.tensor([2.0, -3.0, 2.0])}), 0),
+    "a rank fewer": (
+        one(RANKED),
+        one(RANKED | {"A": RANKED["A"][:2], "B": RANKED["B"][:, :2], "c": RANKED["c"][:2]}),
+        0,
+    ),
     "another layer": (one(PIN), one(op("pin", "post_block", 2, 40)), 0),
     "another order": (
         one(PIN, op("add", "post_block", 1)),
