@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.conformance import models
-from tests.conformance.engine import shut_down
+from tests.conformance.engine import Runner, shut_down
 from tests.conformance.runner import LEAST_MOVE
-from tests.serving import test_speculation
+from tests.serving import test_async_scheduling, test_speculation
+from tests.serving.test_force import forcing
 from tests.serving.test_steering_ops import (
+    FAMILIES,
     FULL,
     Pair,
     ask,
@@ -130,9 +132,9 @@ def test_prefix_cache(tiny_models: TinyModels, case: str) -> None:
 
 
 def test_rejected_drafts_latch_nothing_and_low_rank_changes_are_exact(
-    tiny_models: TinyModels, request: Any
+    tiny_models: TinyModels, runner: Runner
 ) -> None:
-    if request.getfixturevalue("runner") == "v2":
+    if runner == "v2":
         pytest.skip("upstream's ngram drafter does not run under Triton's interpreter")
     options: dict[str, Any] = {"steering_families": ["add", "low_rank", "gate"]}
     llm, judge = test_speculation.start(tiny_models, **options, num_gpu_blocks_override=16)
@@ -153,3 +155,52 @@ def test_rejected_drafts_latch_nothing_and_low_rank_changes_are_exact(
         check(judge, asks, outputs)
     finally:
         shut_down(llm)
+
+
+def test_asynchronous_scheduling(tiny_models: TinyModels) -> None:
+    """A step ahead of the tokens, with chunks and preemptions."""
+    llm, judge = test_async_scheduling.start(
+        tiny_models,
+        steering_families=FAMILIES,
+        num_gpu_blocks_override=8,
+        max_num_batched_tokens=24,
+        long_prefill_token_threshold=7,
+    )
+    try:
+        asks = asks_of(20, **capture("all"), max_tokens=45)
+        with serving.watching(llm) as steps:
+            outputs = serve(llm, asks)
+        assert {0, 1, 2, 3} & set(steps.recomputed), "no gate latched again"
+        check(judge, asks, outputs)
+    finally:
+        shut_down(llm)
+
+
+def test_an_answer_that_goes_on_after_forced_tokens(tiny_models: TinyModels) -> None:
+    """It is sent anew, and what gates knew of its rows is computed once more."""
+    llm, judge = start(tiny_models, "llama", enable_prefix_caching=True)
+    try:
+        prompt = prompt_of(40, 73)
+        for latched in (latching(4), latching(6, "all_generated")):
+            rules = [forcing(-1e30, over=[len(prompt) + 5])]
+            asked = ask(prompt, latched, **capture("all"), rules=rules, max_tokens=20)
+            [output] = serve(llm, [asked], log_probs=False)
+            assert output.outputs[0].rules["r"].forced_at is not None
+            judge.check_rows(asked, output.outputs[0])
+            with pytest.raises(AssertionError, match="off by"):
+                judge.check_rows(by_row(asked), output.outputs[0])
+    finally:
+        shut_down(llm)
+
+
+def test_two_workers(tiny_models: TinyModels, runner: Runner) -> None:
+    """Tensor-parallel ranks know the same; of pipeline stages each knows of its own layers."""
+    split = "tensor_parallel_size" if runner == "v1" else "pipeline_parallel_size"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        llm, judge = start(tiny_models, "llama", **{split: 2}, max_num_batched_tokens=24)
+        try:
+            asks = asks_of(30, **capture("all"))
+            check(judge, asks, serve(llm, asks))
+        finally:
+            shut_down(llm)
