@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,10 @@ from vllm.config.capture import CaptureConfig
 from vllm.config.intervention_refusals import refuse_unsupported
 from vllm.config.steering import FAMILIES, FeatureFile, SteeringConfig
 from vllm.v1.features.autoencoder import Autoencoder
+from vllm.v1.interventions.frontend.control.changes import ChangeBuilder
+from vllm.v1.interventions.frontend.control.features import read_features
+from vllm.v1.interventions.frontend.control.steering import AsyncSteering
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.named_features import need_feature_files
 
 _FOLDER = tempfile.TemporaryDirectory()
@@ -64,6 +69,27 @@ def write(**more: Any) -> dict[str, Any]:
 def rule(**more: Any) -> dict[str, Any]:
     return asked(rules=[{"name": "a", "features": "mood", "id": 1, "threshold": 1, **more}])
 
+
+def register(known: int = 0, features_root: str | None = _FOLDER.name, **said: Any) -> object:
+    config = SteeringConfig(features=["mood=sae@post_block.1"], features_root=features_root)
+    given = {"name": "x", "path": "mood", "point": "post_block", "layer": 1, **said}
+    return read_features(given, config, SHAPE, {str(i): FILES["mood"] for i in range(known)})
+
+
+def unregister() -> object:
+    config = config_of()
+    return ChangeBuilder(config, ModuleCatalog(config)).unregister_features("x")
+
+
+def with_several_servers() -> object:
+    config, core = config_of(), cast("Any", SimpleNamespace(client_count=2))
+    steering = AsyncSteering(config, ModuleCatalog(config), core, cast("Any", None))
+    return asyncio.run(steering.unregister_features("x"))
+
+
+LATE = config_of(
+    msgspec.structs.replace(SHAPE, features={"late": FILES["mood"]._replace(stamp="1")})
+)
 
 AT, OP = "capture.inline.features", "steering[0]"
 MOOD = {"name": "mood", "top": 2}
@@ -112,6 +138,17 @@ FEATURES = [
         path("rules[0].threshold"),
         asked(rules=[{"name": "a", "features": "mood", "id": 1}]),
     ),
+    Case(path("features"), do=lambda: register(features_root=None)),
+    Case(path("name", "'a b'"), do=lambda: register(name="a b")),
+    Case(path("name", "'mood'"), do=lambda: register(name="mood")),
+    Case(path("name", allowed="64"), do=lambda: register(known=64)),
+    Case(path("path", "3"), do=lambda: register(path=3)),
+    Case(path("path", "'/etc/passwd'"), do=lambda: register(path="/etc/passwd")),
+    Case({"source": f"{Path(_FOLDER.name).resolve()}/none"}, do=lambda: register(path="none")),
+    Case(path("layer", "'x'"), do=lambda: register(layer="x")),
+    Case(path("name", "'x'", "none"), do=unregister),
+    Case(path("features"), do=with_several_servers),
+    Case(path(f"{AT}.name", "'late'"), {**read({"name": "late", "top": 2}), "config": LATE}),
     Case({"given": "'mood=x'"}, do=lambda: SteeringConfig(features=["mood=x"])),
     Case(
         path("features.far", point="post_block", layer="99"),

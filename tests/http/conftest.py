@@ -57,6 +57,7 @@ def options(root: Path, features: Path) -> tuple[str, ...]:
         *("--steering-points", "pre_attn", "z", "post_attn", "post_block"),
         *("--steering-families", "add", "ablate", "replace", "clamp", "scale", "gate", "focus"),
         f"--features=made={features}@post_block.1",
+        f"--features-root={features.parent}",
         "--capture-lens=logit",
         "--enable-auto-tool-choice",
         "--tool-call-parser=pythonic",

@@ -21,6 +21,7 @@ from vllm.entrypoints.serve.steering.client import (
     pack_layers,
 )
 from vllm.entrypoints.serve.steering.client.requests import Call
+from vllm.pilot import Autoencoder
 
 if TYPE_CHECKING:
     pass
@@ -89,6 +90,34 @@ def test_modules(client: SteeringClient, reference: Reference, tmp_path: Path) -
     assert raised.value.param == "steering_modules[0]"
     with pytest.raises(SteeringError, match="unknown module 'happy'"):
         client.unregister_module("happy")
+
+
+def test_features_from_the_operators_folder(
+    client: SteeringClient, reference: Reference, features: Path
+) -> None:
+    client.register_features("more", "made", "post_block", LAYER)
+    add = {"op": "add", "features": "more", "id": 3, "scale": 4.0}
+    steered = client.complete(PROMPT, **greedy(capture=READ, steering=[add]))
+    moved = 4 * Autoencoder.load(features).direction(3).numpy()
+    check_rows(steered.choices[0], reference, {LAYER: moved})
+    site = {"point": "post_block", "layer": 2}
+    for body, param in (
+        ({"name": "x", "path": "/etc/passwd", **site}, "path"),
+        ({"name": "x", "path": "made/../../made", **site}, "path"),
+        ({"name": "made", "path": "made", **site}, "name"),
+        ({"name": "x", "path": "made", **site, "layer": 99}, "features.x"),
+        ({"name": "x", **site}, "path"),
+        ({"name": "x", "path": "made", **site, "root": "/"}, "root"),
+        ({"name": "x", "path": "none", **site}, "path"),
+    ):
+        with pytest.raises(SteeringError) as raised:
+            client._call(Call("POST", "/features", body))
+        assert (raised.value.status, raised.value.param) == (400, param)
+    client.unregister_features("more")
+    with pytest.raises(SteeringError, match="unknown features 'more'"):
+        client.complete(PROMPT, **greedy(steering=[add]))
+    with pytest.raises(SteeringError, match="unknown name 'more'"):
+        client.unregister_features("more")
 
 
 def test_a_default_module(client: SteeringClient, reference: Reference) -> None:

@@ -47,7 +47,7 @@ def fails(check: Callable[[], object]) -> bool:
 
 def misread(folder: Path) -> bool:
     """Tell whether a test of files fails."""
-    checks = (
+    checks: tuple[Callable[[Path], object], ...] = (
         read.test_an_activation_at_its_threshold_is_none,
         read.test_what_the_tools_say_of_their_own_files,
         read.test_a_reconstruction_is_what_is_decoded,
@@ -56,7 +56,8 @@ def misread(folder: Path) -> bool:
     places = [folder / str(i) for i in range(len(checks))]
     for place in places:
         place.mkdir()
-    return any(fails(partial(*pair)) for pair in zip(checks, places, strict=True))
+    pairs = zip(checks, places, strict=True)
+    return any(fails(partial(check, place)) for check, place in pairs)
 
 
 def miswritten(steer: Steer) -> bool:

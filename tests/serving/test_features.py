@@ -5,6 +5,7 @@ operation with the file's own vectors, from engines that chunk, steer and share 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,7 @@ def pair(
             capture_consumers=["inline", f"filesystem:root={root}"],
             capture_points=[*STREAM_POINTS, "mlp_in"],
             features=[f"{name}={files[name]}@{site}" for name, site in ENTRIES.items()],
+            features_root=str(files["jump"].parent),
             max_num_batched_tokens=16,
             **row.engine,
         )
@@ -452,3 +454,48 @@ def test_rows_become_what_is_reconstructed(pair: tuple[LLM, Judge], files: dict[
     one = Ask(asks[3].prompt, {**asks[3].fields, "steering": asks[3].fields["steering"][:1]})
     with pytest.raises(AssertionError, match="off by"):
         judge.check(rebuilt(judge, files, one, outputs[3]), outputs[3])
+
+
+def test_a_name_that_came_while_the_engine_served(
+    pair: tuple[LLM, Judge], files: dict[str, Path]
+) -> None:
+    """What has other numbers under its name is another one to the prefix cache; what is at work
+    keeps its own; workers make no activations of it."""
+    llm, judge = pair
+    folder = files["jump"].parent / "later"
+    named = [{"op": "feature", "features": "later", "id": 7, "value": 60.0}]
+    prompt, answers, cached = prompt_of(70, 90), [], []
+
+    def run(steering: list[dict[str, Any]]) -> RequestOutput:
+        [output] = serve(llm, [Ask(prompt, {"steering": steering})], log_probs=False)
+        cached.append(output.num_cached_tokens)
+        answers.append(output.outputs[0].token_ids)
+        return output
+
+    for tensors in (made_up(4), made_up(5)):
+        shutil.rmtree(folder, ignore_errors=True)
+        save_autoencoder(folder, tensors)
+        llm.steering.register_features("later", "later", "post_block", 2)
+        own = Autoencoder.load(folder).op(7, "post_block", 2, value=60.0)
+        run(named)
+        run(named)
+        run([own])
+        check = Ask(prompt, {"steering": named, **serving.capture("all")})
+        [output] = serve(llm, [check])
+        judge.check(Ask(prompt, {"steering": [own], **serving.capture("all")}), output)
+    assert cached[:3] == cached[3:] and cached[0] == 0 < cached[1] == cached[2]
+    assert answers[0] == answers[1] == answers[2] != answers[3] == answers[4]
+    for asked in (
+        {"capture": {"inline": read(name="later", top=2)}},
+        {"steering": [{"op": "reconstruct", "features": "later"}]},
+    ):
+        with pytest.raises(ValueError, match="'later' got its name while the engine served"):
+            serve(llm, [Ask(prompt, asked)])
+    for path in ("../later", str(folder.parent.parent), "."):
+        with pytest.raises(ValueError, match=r"^path: .* is not in|has none of"):
+            llm.steering.register_features("out", path, "post_block", 2)
+    llm.steering.unregister_features("later")
+    with pytest.raises(ValueError, match="unknown features 'later'; known are jump"):
+        run(named)
+    with pytest.raises(ValueError, match="unknown name 'later'; registered are none"):
+        llm.steering.unregister_features("later")

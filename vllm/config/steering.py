@@ -31,7 +31,12 @@ ALL = "all"
 """Name of all families but those that must be named."""
 
 
-_FEATURES = re.compile(r"(?P<name>[\w.-]{1,64})=(?P<path>.+)@(?P<point>\w+)\.(?P<layer>\d{1,9})")
+FEATURES_NAME = r"[\w.-]{1,64}"
+"""Pattern of a name of an autoencoder."""
+
+_FEATURES = re.compile(
+    rf"(?P<name>{FEATURES_NAME})=(?P<path>.+)@(?P<point>\w+)\.(?P<layer>\d{{1,9}})"
+)
 
 
 class FeatureFile(NamedTuple):
@@ -40,6 +45,9 @@ class FeatureFile(NamedTuple):
     path: str
     point: str
     layer: int
+    stamp: str = ""
+    """Text that tells it from others of this path that had a name while the engine served; "" for
+    one of the start, of which workers make activations."""
 
 
 def refuse_unknown(option: str, given: Iterable[str], allowed: Sequence[str]) -> None:
@@ -103,6 +111,10 @@ class SteeringConfig:
     """Sparse autoencoders that requests read and steer by, as `NAME=PATH@POINT.LAYER`, such as
     `mood=saes/layer_12@post_block.12`: a folder of SAELens, sparsify, dictionary_learning, Gemma
     Scope or Llama Scope. Each is held on the device if rows are captured. See docs/features.md."""
+
+    features_root: str | None = None
+    """Folder from which sparse autoencoders may get a name while the engine serves, for operations,
+    gates and rules: `POST /v1/steering/features`, `llm.steering.register_features`."""
 
     compat: list[str] = Field(default_factory=list)
     """Tools whose requests are answered as well, with what they need turned on: lens (vLLM-Lens),

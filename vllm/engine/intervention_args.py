@@ -99,6 +99,7 @@ def steering_config_of(args: "EngineArgs") -> SteeringConfig:
         steering_modules=args.steering_modules,
         default_steering_modules=args.default_steering_modules,
         features=args.features,
+        features_root=args.features_root,
         compat=args.compat,
     )
 

@@ -17,7 +17,7 @@ arXiv:2501.18823).
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +29,10 @@ from vllm.v1.features.scaling import SCALINGS, Scaled
 
 _COLUMNS = 1 << 10
 """Number of features whose columns are multiplied together."""
+
+
+_OPEN = 256
+"""Number of files that stay open, the last that were used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,8 +299,12 @@ def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return torch.mm(rows.to(matrix.dtype), matrix, out_dtype=torch.float32)
 
 
-@cache
-def opened(path: str, point: str) -> Autoencoder:
-    """Return the autoencoder of a file that an option names, at a point; its matrices stay in the
-    file."""
+@lru_cache(_OPEN)
+def opened(path: str, point: str, stamp: str = "") -> Autoencoder:
+    """Return the autoencoder of a file that an operator names, at a point; its matrices stay in the
+    file.
+
+    Args:
+        stamp: another one reads the path anew.
+    """
     return Autoencoder.load(path).at(point)

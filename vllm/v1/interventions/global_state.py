@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm.config.steering import FeatureFile
 from vllm.v1.interventions.given_rules import GivenRule
 from vllm.v1.interventions.plan import VectorSet
 from vllm.v1.steering.modules import Module
@@ -32,6 +33,8 @@ class Globals(msgspec.Struct, frozen=True):
     """Rules of the operator, for all requests that come later."""
     modules: dict[str, Module] = {}
     """Modules that requests may name."""
+    features: dict[str, FeatureFile] = {}
+    """Autoencoders that requests may name, beside those of the start."""
 
     def of(self, kind: str) -> dict[str, Any]:
         """The contents of a kind, by name."""
@@ -47,7 +50,7 @@ class Globals(msgspec.Struct, frozen=True):
 SET_KINDS = ("tiers", "ops")
 """Kinds that `llm.steering.set` sets and `clear` clears. A change of these has a new version."""
 
-LEARNED_KINDS = ("ops", "rules", "modules")
+LEARNED_KINDS = ("ops", "rules", "modules", "features")
 """Kinds that frontends know, which make plans of them. A new content stands for the old one."""
 
 

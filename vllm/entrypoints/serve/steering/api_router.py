@@ -19,6 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.control.running import not_running
 from vllm.v1.interventions.frontend.control.steering import AsyncSteering
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.plan import STEERING_FIELDS
 from vllm.v1.steering.modules import FIELDS, need_module_name
 
@@ -155,6 +156,24 @@ async def unregister(request: Request, name: str) -> dict[str, Any]:
     _may_change(request)
     name = need_module_name(name, "name")
     await _made(_engine(request).steering.unregister_module(name))
+    return {"name": name}
+
+
+@router.post("/features")
+async def register_features(request: Request) -> dict[str, Any]:
+    """Name a sparse autoencoder of a file in the operator's folder."""
+    _may_change(request)
+    fields = ("name", "path", "point", "layer")
+    body = Given(await read_body(request, fields), "").need(*fields).value
+    await _made(_engine(request).steering.register_features(**body))
+    return dict(body)
+
+
+@router.delete("/features/{name}")
+async def unregister_features(request: Request, name: str) -> dict[str, Any]:
+    """Forget the name of an autoencoder. Later requests cannot use it."""
+    _may_change(request)
+    await _made(_engine(request).steering.unregister_features(name))
     return {"name": name}
 
 

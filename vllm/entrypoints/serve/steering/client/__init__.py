@@ -33,7 +33,7 @@ from .answers import (
     read_rows,
 )
 from .arrays import pack, pack_layers, packed_fields, unpack
-from .requests import Call, generation_call, register_call, set_call, sweep_call
+from .requests import Call, features_call, generation_call, register_call, set_call, sweep_call
 
 __all__ = [
     "Answer",
@@ -220,6 +220,14 @@ class SteeringClient(_Settings):
         """
         return str(self._call(register_call(name, source))["digest"])
 
+    def register_features(self, name: str, path: str, point: str, layer: int) -> None:
+        """Name a sparse autoencoder; `path` is of its file in the server's `--features-root`."""
+        self._call(features_call(name, path, point, layer))
+
+    def unregister_features(self, name: str) -> None:
+        """Forget the name of an autoencoder; running requests keep what it meant."""
+        self._call(Call("DELETE", f"/features/{name}"))
+
     def unregister_module(self, name: str) -> None:
         """Forget a name; running requests keep the module."""
         self._call(Call("DELETE", f"/modules/{name}"))
@@ -342,6 +350,14 @@ class AsyncSteeringClient(_Settings):
     async def register_module(self, name: str, source: Any) -> str:
         """Name vectors and operations, as `SteeringClient.register_module`; return the digest."""
         return str((await self._call(register_call(name, source)))["digest"])
+
+    async def register_features(self, name: str, path: str, point: str, layer: int) -> None:
+        """Name a sparse autoencoder, as `SteeringClient.register_features`."""
+        await self._call(features_call(name, path, point, layer))
+
+    async def unregister_features(self, name: str) -> None:
+        """Forget the name of an autoencoder; running requests keep what it meant."""
+        await self._call(Call("DELETE", f"/features/{name}"))
 
     async def unregister_module(self, name: str) -> None:
         """Forget a name; running requests keep the module."""

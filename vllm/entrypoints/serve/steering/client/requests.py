@@ -43,6 +43,12 @@ class Call:
     body: Any = None
 
 
+def features_call(name: str, path: str, point: str, layer: int) -> Call:
+    """Make the request that names an autoencoder."""
+    body = {"name": name, "path": path, "point": point, "layer": layer}
+    return Call("POST", "/features", body)
+
+
 def set_call(
     vectors: Any, prefill_vectors: Any, decode_vectors: Any, ops: Any, replace: bool
 ) -> Call:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.interventions.errors import reject, show
+from vllm.v1.interventions.frontend.control.features import read_features
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.resolve import need_steering
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.global_state import Change, Globals
 from vllm.v1.interventions.plan import TIERS
 from vllm.v1.interventions.shape import TapShape
@@ -121,6 +123,19 @@ class ChangeBuilder:
         """Make a change that removes a name; the engines refuse one that is unknown."""
         assert self.shape
         return Change(drop=[("modules", plain(name))])
+
+    def register_features(self, given: Mapping[str, Any]) -> Change:
+        """Make a change that names an autoencoder, as `read_features` reads it."""
+        known = self._catalog.state.features
+        name, file = read_features(given, self._config.steering_config, self.shape, known)
+        return Change(Globals(features={name: file}))
+
+    def unregister_features(self, name: Any) -> Change:
+        """Make a change that removes the name of an autoencoder, which must have one."""
+        assert self.shape
+        known = self._catalog.state.features
+        message = f"unknown name {{given}}; registered are {', '.join(known) or 'none'}"
+        return Change(drop=[("features", Given(name, "name").choice(known, message))])
 
     def set_rules(self, rules: Any) -> Change:
         """Make a change of the rules that hold for all requests: a list, maybe of none."""

@@ -144,6 +144,25 @@ class _Coroutines(_Known, ABC):
         """Remove a name. Requests that came before keep what it meant."""
         await self._make(self._changes.unregister(name))
 
+    async def register_features(self, name: str, path: str, point: str, layer: int) -> None:
+        """Name a sparse autoencoder, whose features operations, gates and rules may name then.
+
+        Requests that came before keep what the name meant. Names of the start stay.
+
+        Args:
+            path: of its file or folder, within the folder of `features_root`.
+            point: the point of its rows.
+            layer: the layer likewise.
+        """
+        given = {"name": name, "path": path, "point": point, "layer": layer}
+        self._need_alone()
+        await self._make(await self._work(self._changes.register_features, given))
+
+    async def unregister_features(self, name: str) -> None:
+        """Remove the name of an autoencoder that `register_features` gave."""
+        self._need_alone()
+        await self._make(self._changes.unregister_features(name))
+
     async def set_rules(self, rules: Any) -> None:
         """Set the rules that hold for all requests that come later, in the place of those before.
 
@@ -185,6 +204,14 @@ class _Coroutines(_Known, ABC):
             [news] = await self._call(SteeringCall("news", since=self._catalog.changes))
             await self._work(self._catalog.load)
             self._catalog.learn(news)
+
+    def _need_alone(self) -> None:
+        if self._shared:
+            reject(
+                "features",
+                "get names while the engine serves where one API server asks it; start the server "
+                "with one",
+            )
 
     def _need_asking(self, change: Change) -> None:
         for field in ("ops", "rules"):
@@ -376,6 +403,8 @@ class Steering(_Known):
     clear = _blocking(_Coroutines.clear)
     register_module = _blocking(_Coroutines.register_module)
     unregister_module = _blocking(_Coroutines.unregister_module)
+    register_features = _blocking(_Coroutines.register_features)
+    unregister_features = _blocking(_Coroutines.unregister_features)
     set_rules = _blocking(_Coroutines.set_rules)
     rules = _blocking(_Coroutines.rules)
     modules = _blocking(_Coroutines.modules)

@@ -132,3 +132,11 @@ class ModuleCatalog:
             with self._lock:
                 self._state = change.applied(self._state or old)
                 self.applied += 1
+                self._offer(self._state)
+
+    def _offer(self, state: Globals) -> None:
+        """Have requests find the autoencoders that have a name."""
+        named = {**self._config.steering_config.feature_files, **state.features}
+        shape = self._config.tap_shape
+        if shape is not None and named.keys() | shape.features.keys():
+            self._config.tap_shape = msgspec.structs.replace(shape, features=named)

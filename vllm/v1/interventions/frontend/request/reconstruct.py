@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.features.autoencoder import opened
 from vllm.v1.interventions.errors import need_family, reject
 from vllm.v1.interventions.given import Given, Select
-from vllm.v1.interventions.named_features import need_features
+from vllm.v1.interventions.named_features import need_held
 from vllm.v1.interventions.operations import Op
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_one_lane
@@ -38,7 +38,7 @@ def parse_reconstruct(
     need_family(RECONSTRUCT, families, f"{path}.op")
     given = asked.fields(("op", "features"), ("positions",), RECONSTRUCT)
     need_one_lane(path, shape)
-    file = need_features(given["features"], shape)
+    file = need_held(given["features"], shape)
     site = file.point, file.layer
     autoencoder = opened(file.path, file.point)
     if autoencoder.transcodes:
