@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.conformance import models
-from tests.conformance.engine import make_llm, shut_down
+from tests.conformance.engine import Runner, make_llm, shut_down
 from tests.conformance.models import LAYERS
 from tests.conformance.runner import Reference
 from tests.support import serving
@@ -499,3 +499,25 @@ def test_a_name_that_came_while_the_engine_served(
         run(named)
     with pytest.raises(ValueError, match="unknown name 'later'; registered are none"):
         llm.steering.unregister_features("later")
+
+
+def test_two_workers_reconstruct(
+    tiny_models: TinyModels, files: dict[str, Path], runner: Runner
+) -> None:
+    """Tensor-parallel ranks each do all of it; of pipeline stages the one that has the layer."""
+    path, row = tiny_models.path("llama"), tiny_models.row("llama")
+    split = "tensor_parallel_size" if runner == "v1" else "pipeline_parallel_size"
+    options: dict[str, Any] = {split: 2, "steering_families": ["feature", "reconstruct"]}
+    options["features"] = [f"{name}={files[name]}@{ENTRIES[name]}" for name in ("jump", "top")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        llm = make_llm(path, enable_steering=True, capture_consumers=["inline"], **options)
+        try:
+            judge = Judge(Reference(row, models.load(row, path)))
+            for name in ("jump", "top"):
+                ops = [{"op": "reconstruct", "features": name}]
+                ask = Ask(prompt_of(20, 79), {"steering": ops, **serving.capture("all")})
+                [output] = serve(llm, [ask])
+                judge.check(rebuilt(judge, files, ask, output), output)
+        finally:
+            shut_down(llm)
