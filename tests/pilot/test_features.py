@@ -169,6 +169,17 @@ def test_what_the_tools_say_of_their_own_files(tmp_path: Path) -> None:
         assert float((other.decode(got, rows) - decoded).abs().max()) > 0.1, case
 
 
+def test_autoencoders_that_differ_have_other_digests(tmp_path: Path) -> None:
+    def digest(name: str, **changed: torch.Tensor) -> str:
+        folder = saelens(tmp_path / name, {**made(), **changed}, architecture="jumprelu")
+        return Autoencoder.load(folder).digest
+
+    one = digest("one")
+    assert one == digest("same")
+    others = [digest(f"other-{name}", **{name: 2 * tensor}) for name, tensor in made().items()]
+    assert len({one, *others}) == 1 + len(others)
+
+
 def test_an_activation_at_its_threshold_is_none(tmp_path: Path) -> None:
     tensors = {name: torch.zeros_like(tensor) for name, tensor in made().items()}
     tensors["threshold"] += 1.5

@@ -16,8 +16,9 @@ arXiv:2406.11944), with a skip connection plus a matrix times the row (Paulo et 
 arXiv:2501.18823).
 """
 
+import hashlib
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -104,6 +105,16 @@ class Autoencoder:
         if self.transcodes is not None:
             return self
         return replace(self, transcodes=point in INPUT_POINTS)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, in hex, of all but the matrices, of which it has the first rows."""
+        some = (self.gain, self.decoder_gain, self.bias, self.decoder_bias, self.threshold)
+        rows = (self.encoder[0].float(), self.decoder[0].float())
+        made = hashlib.sha256(f"{self.k}:{self.scaling}".encode())
+        for tensor in (*some, *rows):
+            made.update(tensor.contiguous().numpy().tobytes())
+        return made.hexdigest()
 
     @property
     def hidden_size(self) -> int:

@@ -7,6 +7,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from vllm.v1.features.autoencoder import opened
 from vllm.v1.interventions.errors import need_family, reject
 from vllm.v1.interventions.given import Given, Select
@@ -49,9 +51,10 @@ def parse_reconstruct(
     positions = given["positions"].positions(select) if "positions" in given else None
     here = [name for name, f in shape.features.items() if (f.point, f.layer) == site]
     scalars = Scalars(reconstructs=1.0 + here.index(given["features"].plain()))
-    # The digest tells autoencoders apart; the term itself changes nothing, and parts no features.
-    told, nothing = autoencoder.decoder_bias.float().numpy().tobytes(), bytes(4 * shape.hidden_size)
-    term = make_term(scalars, told, encoder=nothing)
+    # The term itself changes nothing, and with an encoder it parts no features.
+    nothing = bytes(4 * shape.hidden_size)
+    term = make_term(scalars, nothing, encoder=nothing)
+    term = msgspec.structs.replace(term, digest=f"{term.digest}/{autoencoder.digest}")
     return Op(RECONSTRUCT, [site], positions, [term], frozen=False)
 
 
