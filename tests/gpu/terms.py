@@ -40,6 +40,7 @@ def asked_of(maker: Maker, gated: bool) -> Iterator[tuple[str, list[dict[str, An
         mixed[2:2] = [
             maker.op("add", gate=maker.gate("last_prompt")),
             maker.op("pin", gate=maker.gate("last_prompt"), positions="all_generated"),
+            maker.op("add", gate={**maker.gate(), "latch": True}),
         ]
     yield "mixed", mixed
 
