@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 OPTIONS = (
     "--playground", "--enable-steering", "--capture-consumers", "inline",
     "--steering-families", "add", "norm_match", "ablate", "clamp", "pin", "replace", "gate",
+    "scale",
+    "--steering-points", "pre_attn", "post_attn", "post_block", "z",
     "--capture-points", "pre_attn", "post_attn", "post_block", "q", "z",
     "--capture-lens", "logit", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
     "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(256 << 20),

@@ -14,7 +14,7 @@ const told = (place, i) => put(place, `layer ${names[i]} · AUROC ${shown(separa
   const chosen = names.indexOf(String(report.choice.layer));
   const bars = make('figure');
   put(place, bars, read);
-  layerBars(bars, 'AUROC of the choose split', names, aurocs, aurocs, chosen,
+  layerBars(bars, 'AUROC of each layer', names, aurocs, null, ['the choose split'], chosen,
     (i) => told(read, i));
   told(read, chosen);
 }

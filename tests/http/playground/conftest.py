@@ -42,6 +42,7 @@ def server(
     options = (
         "--playground", "--capture-lens=logit", f"--features=made={features}@post_block.1",
         *("--steering-families", "add", "ablate", "replace", "clamp", "scale", "gate", "feature"),
+        *("--steering-points", "pre_attn", "post_attn", "post_block", "z"),
         *("--capture-points", "pre_attn", "post_attn", "post_block", "q", "z"),
     )  # fmt: skip
     with serve(model, tmp_path_factory.mktemp("log") / "server.log", *options) as started:

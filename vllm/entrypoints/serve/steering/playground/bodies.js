@@ -13,38 +13,52 @@ const PHASES = {
   answer: ['decode_steering_vectors', 'all_generated'],
 };
 
-/* The fields that steer, of terms {source, name, op, number, second, layers, phase, positions, on}.
-   Vectors of a phase are summed where a term stands alone at its layer; a second one at the same
-   place is an operation, which the server adds as well. */
+/* What a term can be of. number: the name of its number; means: what that does; says: beside the
+   term's name; ops: whether it has operations, layers and positions to choose.
+   act(term, fields, directions, numLayers) puts it into a request's fields. */
+const SOURCES = {
+  direction: { says: '', ops: true, act: actDirection },
+  module: { number: 'scale', means: 'as registered', says: ' module',
+    act: ({ name, number }, fields) => (fields.steering_modules ??= []).push([name, number]) },
+  head: { number: 'factor', means: 'layer.head: 0 takes it out, 1 leaves it', says: ' head',
+    act: ({ name, number }, fields) => {
+      const [layer, head] = name.split('.');
+      (fields.steering ??= []).push({ op: 'scale', point: 'z', heads: { [layer]: [Number(head)] },
+        factor: number, positions: 'all' });
+    } },
+};
+
+// The fields that steer, of terms {source, name, op, number, second, layers, phase, positions, on}.
 function steeringOf(terms, directions, numLayers) {
-  const fields = {}, ops = [];
+  const fields = {};
   for (const term of terms.filter((one) => one.on)) {
-    if (term.source === 'module') {
-      (fields.steering_modules ??= []).push([term.name, term.number]);
+    SOURCES[term.source].act(term, fields, directions, numLayers);
+  }
+  return fields;
+}
+
+/* Vectors of a phase are summed where a term stands alone at its layer; a second one at the same
+   place is an operation, which the server adds as well. */
+function actDirection(term, fields, directions, numLayers) {
+  const { point, vectors } = directions[term.name];
+  const [field, selector] = PHASES[term.phase];
+  const positions = term.positions?.length ? term.positions : null;
+  for (const layer of layersOf(term.layers, numLayers)) {
+    const vector = vectors[layer];
+    if (!vector) throw new Error(`${term.name} has no direction at layer ${layer}`);
+    const at = fields[field]?.[point];
+    if (term.op === 'add' && !at?.[layer]) {
+      ((fields[field] ??= {})[point] ??= {})[layer] = {
+        vector: pack(vector), scale: term.number, ...(positions && { positions }) };
       continue;
     }
-    const { point, vectors } = directions[term.name];
-    const [field, selector] = PHASES[term.phase];
-    const positions = term.positions?.length ? term.positions : null;
-    for (const layer of layersOf(term.layers, numLayers)) {
-      const vector = vectors[layer];
-      if (!vector) throw new Error(`${term.name} has no direction at layer ${layer}`);
-      const at = fields[field]?.[point];
-      if (term.op === 'add' && !at?.[layer]) {
-        ((fields[field] ??= {})[point] ??= {})[layer] = {
-          vector: pack(vector), scale: term.number, ...(positions && { positions }) };
-        continue;
-      }
-      const op = { op: term.op, point, layers: [layer],
-        [term.op === 'add' ? 'vector' : 'direction']: pack(vector) };
-      const { number, second } = OPERATIONS[term.op];
-      if (term.number !== null) op[number] = term.number;
-      if (second && term.second !== null) op[second] = term.second;
-      ops.push({ ...op, positions: positions ?? selector });
-    }
+    const op = { op: term.op, point, layers: [layer],
+      [term.op === 'add' ? 'vector' : 'direction']: pack(vector) };
+    const { number, second } = OPERATIONS[term.op];
+    if (term.number !== null) op[number] = term.number;
+    if (second && term.second !== null) op[second] = term.second;
+    (fields.steering ??= []).push({ ...op, positions: positions ?? selector });
   }
-  if (ops.length) fields.steering = ops;
-  return fields;
 }
 
 function rulesOf(rules, directions) {

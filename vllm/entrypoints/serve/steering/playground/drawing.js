@@ -29,9 +29,11 @@ function colourOf(value, bound, sequential, depth = 1) {
 }
 
 function boundOf(values) {
-  const known = values.flat().filter((x) => Number.isFinite(x));
-  return max(1e-9, ...known.map(abs));
+  return max(1e-9, ...values.flat().filter((x) => Number.isFinite(x)).map(abs));
 }
+
+// Of [rows][tokens] the bound of all tokens but the first, whose row is far longer in most models.
+const boundOfTokens = (values) => boundOf(values.map((row) => (row.length > 1 ? row.slice(1) : row)));
 
 function legend(bound, sequential, label) {
   const ramp = make('span.ramp');
@@ -45,10 +47,29 @@ function legend(bound, sequential, label) {
   return line;
 }
 
+const LABEL_FONT = '11px ui-monospace, "DejaVu Sans Mono", monospace', MOST_LABEL = 24;
+const LEAN = PI / 3;
+
+// A token on one line, whole unless it is longer than any word.
+function oneLine(text) {
+  const one = [...String(text).replace(/\n/g, '↵')];
+  return one.length > MOST_LABEL ? one.slice(0, MOST_LABEL - 1).join('') + '…' : one.join('');
+}
+
+// Room for the names of rows on the left and of words below, which lean to the left.
+function marginsOf(pen, rows, columns) {
+  pen.font = LABEL_FONT;
+  const wide = (name) => pen.measureText(name).width;
+  const below = max(0, ...columns.map(wide)), first = max(0, ...columns.slice(0, 3).map(wide));
+  return { left: ceil(max(34, 8 + max(...rows.map(wide)), first * Math.cos(LEAN))),
+    foot: ceil(max(10, 12 + below * Math.sin(LEAN))) };
+}
+
 /* A map of numbers, [rows][columns]; null is left blank.
    rows, columns: their names. down, across: what they are. unit: of the numbers.
    sequential: from 0 to `bound`. top: whether row 0 is at the top. mark: [row, column] to begin at.
-   pick(row, column): where the arrows, the mouse or Enter chose; hover(row, column): passed over. */
+   pick(row, column): where the arrows, the mouse or Enter chose; hover(row, column): passed over.
+   Returns a function that marks another [row, column]. */
 function heatMap(place, map) {
   const canvas = make('canvas', { tabindex: 0, role: 'img' });
   const said = make('output.reading');
@@ -61,13 +82,16 @@ function heatMap(place, map) {
   };
   const draw = (width) => {
     const rows = map.rows.length, columns = map.columns.length;
-    const left = 34, bottom = map.words ? 74 : 34, cell = (width - left - 2) / columns;
+    const pen = canvas.getContext('2d');
+    const rowNames = map.rows.map(oneLine);
+    const columnNames = map.columns.map((name) => (map.words ? oneLine(name) : name));
+    const { left, foot } = marginsOf(pen, rowNames, map.words ? columnNames : []);
+    const bottom = foot + 24, cell = (width - left - 2) / columns;
     const high = max(4, min(22, round(340 / rows)));
     const height = rows * high + bottom + 6, scale = devicePixelRatio || 1;
     box = { left, top: 6, cell, high, rows, columns };
     Object.assign(canvas, { width: round(width * scale), height: round(height * scale) });
     Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
-    const pen = canvas.getContext('2d');
     pen.scale(scale, scale);
     const gap = cell > 7 && high > 7 ? 1 : 0;
     const y = (r) => 6 + (map.top ? r : rows - 1 - r) * high;
@@ -80,22 +104,22 @@ function heatMap(place, map) {
     pen.strokeStyle = colour('--line');
     pen.strokeRect(left - 0.5, 5.5, columns * cell + 1, rows * high + 1);
     pen.fillStyle = colour('--soft');
-    pen.font = '11px ui-monospace, "DejaVu Sans Mono", monospace';
+    pen.font = LABEL_FONT;
     pen.textAlign = 'right';
     pen.textBaseline = 'middle';
     const every = ceil(13 / high);
-    map.rows.forEach((name, r) => {
-      if (r % every === 0) pen.fillText(String(name).slice(0, 5), left - 5, y(r) + high / 2);
+    rowNames.forEach((name, r) => {
+      if (r % every === 0) pen.fillText(name, left - 5, y(r) + high / 2);
     });
     const skip = ceil((map.words ? 12 : 24) / cell);
-    map.columns.forEach((name, c) => {
+    columnNames.forEach((name, c) => {
       if (c % skip) return;
       pen.save();
       pen.translate(left + (c + 0.5) * cell, 6 + rows * high + 6);
-      if (map.words) pen.rotate(-PI / 3);
+      if (map.words) pen.rotate(-LEAN);
       pen.textAlign = map.words ? 'right' : 'center';
       pen.textBaseline = map.words ? 'middle' : 'top';
-      pen.fillText(map.words ? clipped(name, 9) : name, 0, 0);
+      pen.fillText(name, 0, 0);
       pen.restore();
     });
     pen.textAlign = 'right';
@@ -137,6 +161,7 @@ function heatMap(place, map) {
     legend(bound, map.sequential, map.unit), said);
   drawIn(place, draw);
   if (at) say(...at);
+  return go;
 }
 
 function svg(tag, attributes, ...children) {
@@ -149,30 +174,35 @@ function svg(tag, attributes, ...children) {
 const words = (x, y, kind, text) => svg('text', { x, y, class: kind }, String(text));
 const level = (x1, x2, y, kind) => svg('line', { x1, x2, y1: y, y2: y, class: kind });
 
-/* A number of each layer from 0 to 1, with a tick for a second number.
-   bars, ticks: [layers], null where there is none. choose(i): one was chosen. */
-function layerBars(place, title, names, bars, ticks, at, choose) {
+/* A chance of each layer, from an even one, 0.5, to 1; a worse one hangs below.
+   bars: [layers], null where there is none. ticks: a second number of each, null if there is none.
+   named: what the bars are, and the ticks. choose(i): one was chosen. */
+function layerBars(place, title, names, bars, ticks, named, at, choose) {
   const drawn = make('div', { tabindex: 0, role: 'slider', 'aria-label': title,
     'aria-valuemin': 0, 'aria-valuemax': names.length - 1 });
+  const least = min(0.5, ...bars.map((bar) => bar ?? 0.5), ...ticks ?? []);
   const draw = (width) => {
     const left = 34, high = 130, cell = (width - left - 4) / names.length;
-    const y = (value) => 8 + (1 - value) * high;
-    const parts = [0, 0.5, 1].flatMap((value) =>
-      [level(left, width, y(value), 'grid'), words(left - 6, y(value) + 4, 'end', value)]);
+    const y = (value) => 8 + ((1 - value) / (1 - least)) * high;
+    const levels = least < 0.5 ? [least, 0.5, 1] : [0.5, 0.75, 1];
+    const parts = levels.flatMap((value) =>
+      [level(left, width, y(value), 'grid'), words(left - 6, y(value) + 4, 'end',
+        round(value * 100) / 100)]);
     names.forEach((name, i) => {
-      const x = left + i * cell + cell * 0.14, wide = max(1, cell * 0.72), bar = bars[i] ?? 0;
+      const x = left + i * cell + cell * 0.14, wide = max(1, cell * 0.72), bar = bars[i] ?? 0.5;
       const whole = svg('rect', { x: left + i * cell, y: 0, width: cell, height: high + 28,
         class: 'touch' });
       on(whole, 'click', () => go(i));
-      parts.push(svg('rect', { x, y: y(bar), width: wide, height: max(0.5, bar * high),
-        class: i === at ? 'bar chosen' : 'bar' }), level(x, x + wide, y(ticks[i]), 'tick'));
+      parts.push(svg('rect', { x, y: min(y(bar), y(0.5)), width: wide,
+        height: max(0.5, abs(y(bar) - y(0.5))), class: i === at ? 'bar chosen' : 'bar' }));
+      if (ticks) parts.push(level(x, x + wide, y(ticks[i]), 'tick'));
       if (i % ceil(20 / cell) === 0) parts.push(words(x + wide / 2, high + 24, 'middle', name));
       parts.push(whole);
     });
     parts.push(words(width - 2, high + 42, 'end axis', 'layer'));
     put(drawn, svg('svg', { width, height: high + 48 }, ...parts));
     drawn.setAttribute('aria-valuenow', at);
-    drawn.setAttribute('aria-valuetext', `layer ${names[at]}: ${shown(bars[at] ?? ticks[at])}`);
+    drawn.setAttribute('aria-valuetext', `layer ${names[at]}: ${shown(bars[at] ?? ticks?.[at])}`);
   };
   const go = (i) => { at = i; redraws.get(place)(); choose(i); };
   on(drawn, 'keydown', (e) => {
@@ -181,7 +211,10 @@ function layerBars(place, title, names, bars, ticks, at, choose) {
     e.preventDefault();
     go(min(max(at + step, 0), names.length - 1));
   });
-  put(place, make('figcaption', title), drawn);
+  const key = named.flatMap((name, i) => [make(i ? 'span.key.tick' : 'span.key'),
+    make('span', name)]);
+  put(place, make('figcaption', title), drawn,
+    make('div.legend', ...key, make('span', '0.5 is chance')));
   drawIn(place, draw);
 }
 
@@ -206,9 +239,4 @@ function strip(place, title, groups, unitName) {
   };
   put(place, make('figcaption', title), drawn);
   drawIn(place, draw);
-}
-
-function clipped(text, length) {
-  const one = String(text).replace(/\n/g, '↵');
-  return [...one].length > length ? [...one].slice(0, length - 1).join('') + '…' : one;
 }

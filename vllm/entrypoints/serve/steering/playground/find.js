@@ -57,9 +57,9 @@ function showFound() {
       `its own texts, ${shown(one.held)} where each is left out · length ${shown(one.norm)}, ` +
       `rows ${shown(one.stream)}`);
   };
-  layerBars($('find-bars'), 'AUROC of each layer: bars, each text left out; ticks, all texts',
-    layers, layers.map((l) => results[l].held), layers.map((l) => results[l].auroc),
-    layers.indexOf(direction.layer), (i) => {
+  layerBars($('find-bars'), 'How well each layer tells the lists apart (AUROC)', layers,
+    layers.map((l) => results[l].held), layers.map((l) => results[l].auroc),
+    ['each text left out', 'all texts'], layers.indexOf(direction.layer), (i) => {
       direction.layer = layers[i];
       detail();
       showTerms();

@@ -56,7 +56,7 @@ function readLink(fragment) {
       ['string', 'boolean'].includes(typeof value))),
     directions,
     terms: list(said.terms).map((one) => ({
-      source: word(one?.source, ['direction', 'module'], 'direction'), name: text(one?.name),
+      source: word(one?.source, Object.keys(SOURCES), 'direction'), name: text(one?.name),
       op: word(one?.op, Object.keys(OPERATIONS), 'add'), number: number(one?.number, 0),
       second: number(one?.second), layers: text(one?.layers),
       phase: word(one?.phase, Object.keys(PHASES), 'all'), on: one?.on !== false,
@@ -80,7 +80,7 @@ function restore(said) {
   for (const [name, one] of pairs(said.directions)) {
     if (one.vectors[one.layer].length === hidden) state.directions[name] = one;
   }
-  const there = (one) => one.source === 'module' || one.name in state.directions;
+  const there = (one) => one.source !== 'direction' || one.name in state.directions;
   state.terms = said.terms.filter(there);
   state.rules = said.rules.filter(there);
   return [...said.terms, ...said.rules].filter((one) => !there(one)).map((one) => one.name);

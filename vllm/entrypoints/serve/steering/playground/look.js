@@ -8,7 +8,7 @@ function lookSource() {
     const layers = Object.keys(vectors).map(Number);
     const project = record(layers.map((l) => [l, packMatrix([unit(vectors[l])])]));
     return { project: { [point]: project }, hooks: { [point]: layers },
-      unit: `along ${name}`, vectors, point };
+      unit: `along ${name}`, point };
   }
   if (kind === 'module') {
     const sites = sitesOf(state.modules[name]);
@@ -46,7 +46,7 @@ async function look() {
     asked, source, tokens: entries[0].tokens, positions: entries[0].positions,
     ids: entries[0].token_ids, prompt: answer.usage.prompt_tokens, details: {},
     layers: entries.map((entry) => entry.layer), scores: entries.map((entry) => [...unpack(entry)]),
-    lens: lens ? readLens(payloadOf(answer.choices[0], 'inline[1]')) : null,
+    lens: lens ? readLens(payloadOf(answer.choices[0], 'inline[1]')) : null, at: 0,
   };
   if (source.lens) {
     if (!result.lens) throw new Error('choose a lens: it is what colours the tokens');
@@ -55,17 +55,26 @@ async function look() {
   }
   state.look = result;
   const own = state.directions[$('look-source').value.slice('direction '.length)]?.layer;
-  showLook(max(0, result.layers.indexOf(own ?? result.layers.at(-1))));
+  const row = max(0, result.layers.indexOf(own ?? result.layers.at(-1)));
+  result.at = strongestToken(result.scores[row].slice(0, result.prompt));
+  showLook(row);
+  await readToken(result.at);
   return `${result.prompt} tokens of the prompt, ${result.tokens.length - result.prompt} that ` +
     'were written and read again';
+}
+
+// Where most was read, the first token apart.
+function strongestToken(scores) {
+  const sizes = scores.map((value, i) => (i ? abs(value) : 0));
+  return sizes.indexOf(max(...sizes));
 }
 
 function showLook(row) {
   const { tokens, layers, scores, source } = state.look;
   const sequential = !!source.lens;
-  const bound = boundOf(scores);
+  const bound = boundOfTokens(scores);
   const paint = (r) => {
-    const line = tokenLine(tokens, { label: 'tokens, coloured',
+    const line = tokenLine(tokens, { label: 'tokens, coloured', at: state.look.at,
       colours: scores[r].map((value) => colourOf(value, bound, sequential, 0.5)),
       titles: scores[r].map((value) => `${shown(value)} ${source.unit}`),
       pick: (i) => { detail(i); }, hover: (i) => lensOf(i) });
@@ -78,7 +87,7 @@ function showLook(row) {
   heatMap($('look-map'), {
     title: `Layers × tokens at ${source.point}`, rows: layers, columns: tokens, values: scores,
     down: 'layer', across: 'token', words: true, unit: source.unit, bound, sequential,
-    mark: [row, tokens.length - 1], hover: (r, c) => lensOf(c),
+    mark: [row, state.look.at], hover: (r, c) => lensOf(c),
     pick: (r, c) => { row = r; paint(r); detail(c); } });
   $('looked').hidden = false;
 }
@@ -111,23 +120,29 @@ async function lensOf(i) {
     make('tbody', ...rows)));
 }
 
-// Norms and cosines of one token's rows: the request again, with these rows.
-async function detail(i) {
-  const { asked, source, ids, positions, prompt, details } = state.look;
-  await working($('look'), async () => {
-    if (!details[i]) {
-      const answer = await post(asked.path, { ...asked.body, capture: { inline: {
-        hooks: { [source.point]: 'all' }, positions: [positions[i]] } } });
-      const [again] = answer.choices, written = max(0, i + 1 - prompt);
-      if (again.token_ids.slice(0, written).join() !== ids.slice(prompt, i + 1).join()) {
-        throw new Error('asked again, the model wrote something else: set the temperature to 0');
-      }
-      details[i] = record(payloadOf(again).map((entry) => {
-        const row = unpackRows(entry)[0], vector = source.vectors?.[entry.layer];
-        return [entry.layer, { norm: norm(row),
-          cosine: vector ? dot(row, vector) / norm(row) / norm(vector) : null }];
-      }));
-    }
-    await lensOf(i);
-  });
+const detail = (i) => working($('look'), () => readToken(i));
+
+// The lens of a token at once, and again with the norms when they are there.
+async function readToken(i) {
+  state.look.at = i;
+  await Promise.all([lensOf(i), normsOf(i)]);
+  await lensOf(i);
+}
+
+// Norms and cosines of one token's rows: the request again, as far as that token, with these rows.
+async function normsOf(i) {
+  const { asked, source, ids, positions, prompt, details, layers, scores } = state.look;
+  if (details[i]) return;
+  const written = max(0, i + 1 - prompt);
+  const answer = await post(asked.path, { ...asked.body, max_tokens: written + 1, capture: {
+    inline: { hooks: { [source.point]: 'all' }, positions: [positions[i]] } } });
+  const [again] = answer.choices;
+  if (again.token_ids.slice(0, written).join() !== ids.slice(prompt, i + 1).join()) {
+    throw new Error('asked again, the model wrote something else: set the temperature to 0');
+  }
+  details[i] = record(payloadOf(again).map((entry) => {
+    const long = norm(unpackRows(entry)[0]), score = scores[layers.indexOf(entry.layer)]?.[i];
+    const along = !source.lens && score !== undefined;
+    return [entry.layer, { norm: long, cosine: along ? score / long : null }];
+  }));
 }

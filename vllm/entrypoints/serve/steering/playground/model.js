@@ -25,6 +25,7 @@ const can = {
   capture: () => !!state.capture?.enabled && 'inline' in state.capture.consumers,
   family: (name) => can.steer() && state.shape.steering_families.includes(name),
   attention: () => can.capture() && ['q', 'z'].every((p) => state.capture.points.includes(p)),
+  heads: () => can.family('scale') && state.shape.steering_points.includes('z'),
   features: () => (can.capture() ? Object.keys(state.capture.features) : []),
   lenses: () => (can.capture() ? Object.keys(state.capture.lenses) : []),
 };

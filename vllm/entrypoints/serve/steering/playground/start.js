@@ -18,6 +18,7 @@ const CLICKS = {
     `${state.find.name.replace(/[^\w.-]+/g, '_')}.safetensors`),
   'add-term': () => addTerm(...picked('term-source')),
   'add-rule': () => addRule(...picked('rule-source')),
+  ablate: () => working($('attention'), ablate),
   scales: () => wish(scales),
   stop: () => stopCompare?.abort(),
   'trace-stop': () => stopTrace?.abort(),
@@ -42,7 +43,9 @@ function startPanels() {
   on($('sae-labels'), 'change', () => working($('sae'), readLabels));
   const points = state.capture.points?.filter((p) => !'qkvz'.includes(p)) ?? [];
   for (const id of ['find-point', 'trace-point']) {
-    refill($(id), points.map((value) => ({ value })));
+    const heads = id === 'trace-point' && can.heads() && can.attention();
+    refill($(id), [...points.map((value) => ({ value })),
+      ...(heads ? [{ value: 'z', text: 'heads' }] : [])]);
     if (points.includes('post_block')) $(id).value = 'post_block';
   }
   const lenses = can.lenses();

@@ -79,10 +79,11 @@ function standing(list, i) {
 }
 
 function termRow(term, i) {
-  const module = term.source === 'module', op = OPERATIONS[term.op];
+  const source = SOURCES[term.source], { ops: whole } = source;
+  const op = whole ? OPERATIONS[term.op] : source;
   const slider = make('input', { type: 'range', min: '-4', max: '4', step: '0.05',
-    value: String(term.number), 'aria-label': `${module ? 'scale' : op.number} of ${term.name}` });
-  const box = numberBox(module ? 'scale' : op.number, term.number, (value) => {
+    value: String(term.number), 'aria-label': `${op.number} of ${term.name}` });
+  const box = numberBox(op.number, term.number, (value) => {
     term.number = value;
     slider.value = String(value ?? 0);
     showSliders();
@@ -97,16 +98,16 @@ function termRow(term, i) {
   const layers = make('input', { value: term.layers, size: 6, 'aria-label': 'layers',
     oninput: (e) => { term.layers = e.target.value; } });
   const positions = make('div.wide');
-  return make('li', make('strong', term.name), module ? ' module' : '', slider, box,
-    module || !op.second ? null : numberBox(op.second, term.second, (v) => { term.second = v; }),
-    module ? null : choice('operation', ops, term.op, (v) => { term.op = v; showTerms(); }),
-    module ? null : make('label', 'layers', layers),
-    module ? null : choice('on', Object.keys(PHASES), term.phase, (v) => { term.phase = v; }),
-    module ? null : button(term.positions?.length ? `${term.positions.length} tokens` : 'all tokens',
-      () => working($('steer'), () => pickPositions(term, positions)),
-      { title: 'choose tokens of the first prompt', disabled: !can.capture() }),
+  return make('li', make('strong', term.name), source.says, slider, box,
+    op.second ? numberBox(op.second, term.second, (v) => { term.second = v; }) : null,
+    ...(whole ? [choice('operation', ops, term.op, (v) => { term.op = v; showTerms(); }),
+      make('label', 'layers', layers),
+      choice('on', Object.keys(PHASES), term.phase, (v) => { term.phase = v; }),
+      button(term.positions?.length ? `${term.positions.length} tokens` : 'all tokens',
+        () => working($('steer'), () => pickPositions(term, positions)),
+        { title: 'choose tokens of the first prompt', disabled: !can.capture() })] : []),
     ...standing(state.terms, i),
-    make('small.quiet.wide', module ? 'as registered' : op.means), positions);
+    make('small.quiet.wide', op.means), positions);
 }
 
 function ruleRow(rule, i) {
@@ -119,7 +120,10 @@ function ruleRow(rule, i) {
     ...standing(state.rules, i));
 }
 
-const showTermList = () => put($('terms'), ...state.terms.map(termRow));
+function showTermList() {
+  put($('terms'), ...state.terms.map(termRow));
+  if (state.heads?.pattern) showAblate();
+}
 
 function showTerms() {
   showTermList();

@@ -29,11 +29,13 @@ async function trace() {
     for await (const { name, data } of events('/v1/steering/sweep', traceBody(), stopTrace.signal)) {
       if (name === 'start') {
         result.head = data;
-        result.grid = data.layers.map(() => data.positions.map(() => null));
+        // At z the third axis is heads.
+        result.along = data.heads ?? data.positions;
+        result.grid = data.layers.map(() => result.along.map(() => null));
         showTrace();
       } else if (name === 'cell') {
         const r = result.head.layers.indexOf(data.layer);
-        result.grid[r][result.head.positions.indexOf(data.position)] = data.value;
+        result.grid[r][result.along.indexOf(data.head ?? data.position)] = data.value;
         if (performance.now() - drawn > 150) {
           showTrace();
           drawn = performance.now();
@@ -51,12 +53,13 @@ async function trace() {
 }
 
 function showTrace() {
-  const { head, grid } = state.trace;
+  const { head, grid, along } = state.trace, words = !!head.tokens && !head.heads;
   const share = head.metric === 'recovered';
-  heatMap($('trace-map'), { title: `The clean prompt's row put in, one at a time, at ` +
-    head.points[0], rows: head.layers, columns: head.tokens ?? head.positions,
+  heatMap($('trace-map'), { title: head.heads ? 'What a head gives for the clean prompt put in, ' +
+    'one head at a time' : `The clean prompt's row put in, one at a time, at ${head.points[0]}`,
+  rows: head.layers, columns: words ? head.tokens : along,
   values: grid.map((row) => row.map((value) => traceShown(value, head))), down: 'layer',
-  across: 'token', words: !!head.tokens, unit: share ? 'recovered' : 'nats of change',
+  across: head.heads ? 'head' : 'token', words, unit: share ? 'recovered' : 'nats of change',
   bound: share ? 1 : undefined });
   put($('trace-facts'), `${head.metric === 'recovered' ? 'answer' : head.metric} · ` +
     `prompt ${shown(head.corrupt)} · clean ${shown(head.clean)} nats · ` +
