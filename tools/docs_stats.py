@@ -28,7 +28,7 @@ BUDGETS = {
     "docs/http.md": 1440,
     "docs/map.md": 80,
     "docs/performance.md": 900,
-    "docs/playground.md": 690,
+    "docs/playground.md": 860,
     "docs/probes.md": 880,
     "docs/reliability.md": 515,
     "docs/scale.md": 495,

@@ -78,10 +78,12 @@ function probeOf(rule, directions) {
   return vector;
 }
 
-/* A completion, or a chat of one turn: {path, body}. */
+/* A completion, or a chat of one turn, or of the messages that `prompt` is: {path, body}. */
 function generation(model, prompt, settings, fields = {}) {
-  const { chat, maxTokens, temperature, seed } = settings;
-  const asked = chat ? { messages: [{ role: 'user', content: prompt }] } : { prompt };
+  const { maxTokens, temperature, seed } = settings, talk = Array.isArray(prompt);
+  const chat = talk || settings.chat;
+  const asked = !chat ? { prompt }
+    : { messages: talk ? prompt : [{ role: 'user', content: prompt }] };
   return {
     path: chat ? '/v1/chat/completions' : '/v1/completions',
     body: { model, ...asked, max_tokens: maxTokens, temperature, seed, ...fields },

@@ -1,6 +1,7 @@
 // Compare: each prompt's answer plain and steered, side by side, as they are written.
 
-let stopCompare = null;
+// What runs and can be stopped, by the button that stops it.
+const stops = {};
 
 const pieceOf = (choice) => choice.delta?.content ?? choice.text ?? '';
 
@@ -75,9 +76,9 @@ function pairRow(prompt) {
 }
 
 // Stream an answer, and show why it ended where it did not end by itself.
-async function streamed(prompt, fields, answer, grow) {
+async function streamed(prompt, fields, answer, grow, signal) {
   try {
-    await stream(prompt, fields, answer, grow, stopCompare.signal);
+    await stream(prompt, fields, answer, grow, signal);
   } catch (error) {
     if (error.name === 'AbortError') answer.finish = 'stopped';
     else answer.error = error;
@@ -86,16 +87,17 @@ async function streamed(prompt, fields, answer, grow) {
   }
 }
 
-// Stream answers side by side, until all have ended; throws what the first failure was.
-async function together(asked) {
-  stopCompare = new AbortController();
-  $('stop').hidden = false;
+// Stream answers side by side, until all have ended or the button `stop` is pressed; throws what the
+// first failure was.
+async function together(stop, asked) {
+  stops[stop] = new AbortController();
+  $(stop).hidden = false;
   try {
-    const ended = await Promise.allSettled(asked.map((ask) => ask()));
+    const ended = await Promise.allSettled(asked.map((ask) => ask(stops[stop].signal)));
     const failed = ended.find((one) => one.status === 'rejected');
     if (failed) throw failed.reason;
   } finally {
-    $('stop').hidden = true;
+    $(stop).hidden = true;
   }
 }
 
@@ -109,9 +111,9 @@ async function compare() {
   state.compare = rows.map((one) => one.pair);
   put($('answers'), ...rows.map((one) => one.row));
   const both = { ...steering, ...rules, ...dosed(steering) };
-  await together(rows.flatMap(({ pair, grow }) => [
-    () => streamed(pair.prompt, rules, pair.plain, grow),
-    () => streamed(pair.prompt, both, pair.steered, grow),
+  await together('stop', rows.flatMap(({ pair, grow }) => [
+    (signal) => streamed(pair.prompt, rules, pair.plain, grow, signal),
+    (signal) => streamed(pair.prompt, both, pair.steered, grow, signal),
   ]));
   const changed = state.compare.filter((pair) => pair.differs >= 0).length;
   return `${changed} of ${prompts.length} answers differ` +

@@ -65,6 +65,8 @@ function showFound() {
       showTerms();
     });
   detail();
+  // A control vector acts on what blocks return, and has no other point.
+  $('download-gguf').disabled = state.find.point !== 'post_block';
   $('found').hidden = false;
 }
 
@@ -83,15 +85,14 @@ async function saveModule() {
   return `module ${name} is registered until the server ends`;
 }
 
-function foundFile() {
+// The found direction as a file of a kind, "safetensors" or "gguf".
+function foundFile(kind) {
   const { point, layers, vectors } = chosenVectors();
-  return safetensorsFile(
-    record(layers.map((layer, i) => [`base.${point}.${layer}`, vectors[i]])),
+  const named = (prefix) => layers.map((layer, i) => [`${prefix}.${layer}`, vectors[i]]);
+  if (kind === 'gguf') return ggufFile(named('direction'), state.model);
+  return safetensorsFile(named(`base.${point}`),
     { steering_format: '1', model_hint: state.model, hidden_size: String(vectors[0].length) });
 }
 
-function download(bytes, name) {
-  const url = URL.createObjectURL(new Blob([bytes], { type: 'application/octet-stream' }));
-  make('a', { href: url, download: name }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 60000);
-}
+const downloadFound = (kind) => download(foundFile(kind),
+  `${state.find.name.replace(/[^\w.-]+/g, '_')}.${kind}`);

@@ -98,9 +98,7 @@ async function ablate() {
   stopHead = new AbortController();
   const { signal } = stopHead, { pair, row, grow } = pairRow($('look-prompt').value);
   state.heads.answers = pair;
-  pair.steered.name = state.terms.filter((one) => one.on).map((one) =>
-    (one.source === 'head' ? `head ${one.name} × ${one.number}` : `${one.name} ${one.number}`))
-    .join(', ') || 'no term';
+  pair.steered.name = termsLine() || 'no term';
   put($('head-answers'), row);
   await Promise.all([stream(pair.prompt, {}, pair.plain, grow, signal),
     stream(pair.prompt, steeringFields(), pair.steered, grow, signal)]);

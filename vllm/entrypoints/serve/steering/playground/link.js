@@ -1,5 +1,5 @@
 // The page's state as the fragment of a link, which browsers do not send to servers. No keys are in
-// it, no answers, and no vector of more than MOST_BYTES. What a link says is put into fields that
+// it, no answers but a chat's, no vector of more than MOST_BYTES. What a link says is put into fields that
 // are there, and nothing is asked of the server until somebody presses a button.
 
 const MOST_BYTES = 4096;
@@ -12,13 +12,18 @@ function asLink() {
   const fields = record(linked().map((one) =>
     [one.id, one.type === 'checkbox' ? one.checked : one.value]));
   const directions = {}, left = [];
-  for (const [name, { point, layer, vectors }] of pairs(state.directions)) {
+  for (const [name, { point, layer, vectors, acts }] of pairs(state.directions)) {
     const vector = vectors[layer];
-    if (vector.length * 4 <= MOST_BYTES) directions[name] = { point, layer, ...pack(vector) };
-    else left.push(name);
+    // That of a file acts at all its layers.
+    const only = !acts || Object.keys(vectors).length === 1;
+    if (only && vector.length * 4 <= MOST_BYTES) {
+      directions[name] = { point, layer, ...pack(vector) };
+    } else left.push(name);
   }
-  const { terms, rules } = state;
-  const text = JSON.stringify({ v: 1, fields, terms, rules, directions });
+  const { terms, rules } = state, chat = chatInLink();
+  const small = JSON.stringify(chat).length <= MOST_CHAT;
+  if (!small) left.push('the chat');
+  const text = JSON.stringify({ v: 1, fields, terms, rules, directions, ...(small && { chat }) });
   const bytes = new TextEncoder().encode(text);
   const code = base64Of(bytes).replace(/\+/g, '-').replace(/\//g, '_').replace(/=+$/, '');
   return { url: `${location.origin}${location.pathname}#${code}`, code, left };
@@ -55,6 +60,7 @@ function readLink(fragment) {
     fields: record(entries(said.fields).filter(([, value]) =>
       ['string', 'boolean'].includes(typeof value))),
     directions,
+    chat: readChat(said.chat),
     terms: list(said.terms).map((one) => ({
       source: word(one?.source, Object.keys(SOURCES), 'direction'), name: text(one?.name),
       op: word(one?.op, Object.keys(OPERATIONS), 'add'), number: number(one?.number, 0),
@@ -81,6 +87,8 @@ function restore(said) {
     if (one.vectors[one.layer].length === hidden) state.directions[name] = one;
   }
   const there = (one) => one.source !== 'direction' || one.name in state.directions;
+  state.chat = said.chat;
+  showTalk();
   state.terms = said.terms.filter(there);
   state.rules = said.rules.filter(there);
   return [...said.terms, ...said.rules].filter((one) => !there(one)).map((one) => one.name);

@@ -1,8 +1,8 @@
 // Model: what is there, what is on, and for what is off the flag that turns it on.
 
 const state = {
-  model: '', shape: null, steering: null, capture: null, modules: {}, directions: {}, terms: [],
-  rules: [], find: null, compare: [], look: null, heads: null, sae: null, trace: null,
+  model: '', shape: null, steering: null, capture: null, modules: {}, directions: Object.create(null), terms: [],
+  rules: [], chat: { turns: [], at: -1, editing: null }, find: null, compare: [], look: null, heads: null, sae: null, trace: null,
 };
 
 async function readServer() {

@@ -24,10 +24,12 @@ function floatOfHalf(bits) {
   return sign * (1 + fraction / 1024) * 2 ** (exponent - 15);
 }
 
-// {dtype, shape, data} -> all its numbers, in C order. Little-endian, as JavaScript's hosts are.
-function unpack(packed) {
-  const buffer = bytesOf(packed.data).buffer;
-  switch (packed.dtype) {
+// {dtype, shape, data} -> all its numbers, in C order.
+const unpack = ({ dtype, data }) => numbersIn(dtype, bytesOf(data).buffer);
+
+// Little-endian, as JavaScript's hosts are.
+function numbersIn(dtype, buffer) {
+  switch (dtype) {
     case 'float32': return new Float32Array(buffer);
     case 'float16': return Float32Array.from(new Uint16Array(buffer), floatOfHalf);
     case 'bfloat16': {
@@ -37,7 +39,7 @@ function unpack(packed) {
     case 'int32': return new Int32Array(buffer);
     case 'int64': return Float64Array.from(new BigInt64Array(buffer), Number);
   }
-  throw new Error(`the server sent an array of ${packed.dtype}, which this page cannot read`);
+  throw new Error(`the server sent an array of ${dtype}, which this page cannot read`);
 }
 
 // The rows of [n, ...]: n arrays of all that is behind the first axis.
@@ -115,27 +117,6 @@ function found(examples, against) {
     held: enough
       ? auroc(heldOut(examples, against, 1), heldOut(against, examples, -1)) : null,
   };
-}
-
-// A file that --steering-modules and every other reader of safetensors takes.
-function safetensorsFile(tensors, metadata) {
-  const header = { __metadata__: metadata };
-  let end = 0;
-  for (const [name, values] of pairs(tensors)) {
-    header[name] = { dtype: 'F32', shape: [values.length],
-      data_offsets: [end, end += 4 * values.length] };
-  }
-  let text = new TextEncoder().encode(JSON.stringify(header));
-  const padded = new Uint8Array(ceil(text.length / 8) * 8).fill(32);
-  padded.set(text);
-  const file = new Uint8Array(8 + padded.length + end);
-  new DataView(file.buffer).setBigUint64(0, BigInt(padded.length), true);
-  file.set(padded, 8);
-  for (const [name, values] of pairs(tensors)) {
-    const at = 8 + padded.length + header[name].data_offsets[0];
-    file.set(new Uint8Array(Float32Array.from(values).buffer), at);
-  }
-  return file;
 }
 
 // "12", "4-11", "all", "0, 3" -> layers. Throws what is no layer.

@@ -14,10 +14,10 @@ async function scales() {
   put($('answers'), make('li', make('p.prompt', prompt), make('div.scales.wide', ...cells)));
   const grow = () => state.scales.forEach((one, i) =>
     showAnswer(cells[i], one, firstDifference(plain, one)[1]));
-  await together(state.scales.map((one) => {
+  await together('stop', state.scales.map((one) => {
     const fields = steeringOf([...others, { ...term, number: one.number }], state.directions,
       state.shape.num_layers);
-    return () => streamed(prompt, { ...fields, ...dosed(fields) }, one, grow);
+    return (signal) => streamed(prompt, { ...fields, ...dosed(fields) }, one, grow, signal);
   }));
   return `${name} at ${SCALES.length} scales`;
 }

@@ -9,7 +9,7 @@ const termOf = (source, name) =>
 let wishes = 0, answering = Promise.resolve();
 function wish(work) {
   const mine = wishes += 1;
-  stopCompare?.abort();
+  stops.stop?.abort();
   answering = answering.then(() => mine === wishes && working($('compare'), work));
   return answering;
 }

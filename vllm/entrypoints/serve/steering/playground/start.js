@@ -14,13 +14,15 @@ const PANELS = {
 const CLICKS = {
   'use-found': () => addTerm('direction', state.find.name),
   'save-module': () => working($('find'), saveModule),
-  download: () => download(foundFile(),
-    `${state.find.name.replace(/[^\w.-]+/g, '_')}.safetensors`),
+  download: () => downloadFound('safetensors'),
+  'download-gguf': () => downloadFound('gguf'),
   'add-term': () => addTerm(...picked('term-source')),
   'add-rule': () => addRule(...picked('rule-source')),
   ablate: () => working($('attention'), ablate),
   scales: () => wish(scales),
-  stop: () => stopCompare?.abort(),
+  stop: () => stops.stop?.abort(),
+  'talk-stop': () => stops['talk-stop']?.abort(),
+  'new-chat': newChat,
   'trace-stop': () => stopTrace?.abort(),
   share,
 };
@@ -41,6 +43,7 @@ function startPanels() {
   }
   refill($('sae-name'), can.features().map((value) => ({ value })));
   on($('sae-labels'), 'change', () => working($('sae'), readLabels));
+  on($('vector-file'), 'change', () => working($('find'), openFile));
   const points = state.capture.points?.filter((p) => !'qkvz'.includes(p)) ?? [];
   for (const id of ['find-point', 'trace-point']) {
     const heads = id === 'trace-point' && can.heads() && can.attention();
@@ -58,7 +61,7 @@ function startPanels() {
   const missing = said ? restore(said) : [];
   if (missing.length) {
     put($('link-said'), `Not in the link: ${[...new Set(missing)].join(', ')}. ` +
-      'Find it again, with the texts that are.');
+      'Find it again, with the texts that are, or open its file.');
   }
 }
 
@@ -75,7 +78,7 @@ async function share() {
   const said = await copyText(url);
   put($('link-said'), 'The address now has all but keys and answers; ' +
     (said === 'copied' ? 'it was copied. ' : 'copy it from there. ') +
-    (left.length ? `Left out, more than 4 kB: ${left.join(', ')}.` : ''));
+    (left.length ? `Left out, too large for a link: ${left.join(', ')}.` : ''));
 }
 
 let keeping;
@@ -100,5 +103,13 @@ async function connect() {
 for (const [id, clicked] of pairs(CLICKS)) $(id).onclick = clicked;
 submitted($('keys'), connect);
 submitted($('compare').querySelector('form'), answer);
+submitted($('talk').querySelector('form'), sendMessage);
+on($('message'), 'keydown', (e) => {
+  if (e.key === 'Enter' && !e.shiftKey && !e.isComposing) {
+    e.preventDefault();
+    sendMessage();
+  }
+});
+on($('preset'), 'change', () => $('preset').value && wish(usePreset));
 for (const kind of ['input', 'change', 'click']) on(document.querySelector('main'), kind, keep);
 connect();

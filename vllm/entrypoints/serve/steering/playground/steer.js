@@ -20,8 +20,13 @@ const settings = () => ({
 
 const steeringFields = () => steeringOf(state.terms, state.directions, state.shape?.num_layers);
 
+// The terms that act, in a line.
+const termsLine = () => state.terms.filter((one) => one.on).map((one) =>
+  (one.source === 'head' ? `head ${one.name} × ${one.number}` : `${one.name} ${one.number}`))
+  .join(', ');
+
 const termFor = (source, name) => ({ source, name, op: 'add', number: 1, second: null,
-  layers: String(state.directions[name]?.layer ?? 0), phase: 'all', positions: null, on: true });
+  layers: state.directions[name]?.acts ?? String(state.directions[name]?.layer ?? 0), phase: 'all', positions: null, on: true });
 
 function newTerm(source, name) {
   const term = termFor(source, name);
@@ -48,6 +53,7 @@ function addRule(source, name) {
 
 function showSources() {
   const sources = sourcesOf();
+  showPresets();
   for (const id of ['term-source', 'rule-source', 'look-source']) {
     refill($(id), sources.length ? sources : [{ value: '', text: 'find a direction first' }]);
   }
