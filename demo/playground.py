@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.entrypoints.serve.steering.client import SteeringClient
 
 OPTIONS = (
-    "--playground", "--enable-steering", "--capture-consumers", "inline",
+    "--playground", "--steering-train", "--enable-steering", "--capture-consumers", "inline",
     "--steering-families", "add", "norm_match", "ablate", "clamp", "pin", "replace", "gate",
     "scale",
     "--steering-points", "pre_attn", "post_attn", "post_block", "z",

@@ -25,7 +25,7 @@ BUDGETS = {
     "docs/learning.md": 800,
     "docs/hook-contract-families.md": 1500,
     "docs/hook-contract.md": 1660,
-    "docs/http.md": 1440,
+    "docs/http.md": 1600,
     "docs/map.md": 80,
     "docs/performance.md": 900,
     "docs/playground.md": 860,

@@ -45,6 +45,7 @@ from tests.errors.steering import STEERING
 from tests.errors.steering_calls import STEERING_CALLS
 from tests.errors.sweeps import SWEEPS
 from tests.errors.toolkit import TOOLKIT
+from tests.errors.trainings import TRAININGS
 from tests.interventions.frontend.test_results import captured, completion, output
 from tests.support.collecting import chunk, collect, collector_for, plan_for
 from tests.support.plans import GAPS, HIDDEN, SHAPE, config_of
@@ -247,6 +248,7 @@ OTHERS = [
 CASES = REQUESTS + ATTENTION + OTHERS + STEERING + STEERING_CALLS + FILES + CONSUMERS + PROJECT
 CASES += FEATURES + LEARNING + PROBES + EARLY_STOP + KEPT_ROWS + RUNNING
 CASES += FILESYSTEM + LENS + TOOLKIT + FOCUS + LENSES + DATASETS + SWEEPS + EASYSTEER + ANALYZERS
+CASES += TRAININGS
 CASES += RULES + CONVERTING + HOTWIRE + INTERP
 
 

@@ -40,7 +40,8 @@ def server(
     from tests.http.server import serve
 
     options = (
-        "--playground", "--capture-lens=logit", f"--features=made={features}@post_block.1",
+        "--playground", "--steering-train", "--capture-lens=logit",
+        f"--features=made={features}@post_block.1",
         *("--steering-families", "add", "ablate", "replace", "clamp", "scale", "gate", "feature"),
         *("--steering-points", "pre_attn", "post_attn", "post_block", "z"),
         *("--capture-points", "pre_attn", "post_attn", "post_block", "q", "z"),

@@ -157,6 +157,8 @@ def test_two_widths_light_and_dark(page: Page) -> None:
     page.click("#add-rule")
     for panel in ("compare", "look", "attention", "sae"):
         page.click(f"#{panel} .run")
+    page.fill("message", "Hello")
+    page.click("#talk .run")
     page.evaluate("detail(2)")
     page.click("#sae-top button")
     page.evaluate("working($('attention'), () => pattern(1, 2))")
@@ -368,6 +370,7 @@ def test_what_is_off_says_its_flag(
             assert flag in features
         for panel, flag in (
             ("steer", "--enable-steering"),
+            ("train", "--steering-train"),
             ("attention", "--capture-points"),
             ("trace", "--steering-families"),
         ):

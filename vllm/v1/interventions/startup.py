@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start-up of the engine core over all workers: taps checked, rows of several workers joined."""
 
-import multiprocessing
-import os
-import threading
-import time
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -24,9 +20,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = init_logger(__name__)
-
-PARENT_SECONDS = 1.0
-"""Seconds between two looks of an engine core whether its frontend lives."""
 
 
 class StageRows(KVOutputAggregator):
@@ -109,28 +102,6 @@ def start_taps(executor: "Executor") -> TapShape | None:
     features = executor.vllm_config.steering_config.feature_files
     need_feature_files(features, shape)
     return msgspec.structs.replace(shape, features=features)
-
-
-def end_with_parent() -> None:
-    """End this process within seconds of the one that started it, whatever that died of.
-
-    Engine cores call it, and their workers: upstream has those wait on a pipe, once they have
-    loaded, and then tear down for as long as that takes. So do API servers that are several, which
-    would go on to accept what nobody answers, and what else a server starts.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        if os.getppid() != parent.pid:
-            parent.join()  # another process made this one in its name
-        # Not by its pipe: what else was forked from the parent may hold the other end open.
-        while os.getppid() == parent.pid:
-            time.sleep(PARENT_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def report_death(send_outputs: Callable[..., None]) -> Callable[..., None]:

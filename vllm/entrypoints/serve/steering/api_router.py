@@ -29,6 +29,7 @@ from .packed import read_rules
 from .playground_router import playground_router
 from .protocol import SET_FIELDS, fields_of, flag_of, module_of, read_body, tiers_of
 from .sweep_router import router as sweep_router
+from .train_router import router as train_router
 
 router = APIRouter(prefix="/v1/steering", tags=["steering"])
 
@@ -69,8 +70,11 @@ async def state(request: Request) -> Response:
         what: {key: sum(state[what][key] for state in states) for key in ("in_use", "size")}
         for what in ("slots", "rows")
     }
-    defaults = {"default_steering_modules": config.default_steering_modules}
-    told = {"enabled": True, **states[0], **used, **defaults, "engines": len(states)}
+    options = {
+        "default_steering_modules": config.default_steering_modules,
+        "train": request.app.state.args.steering_train,
+    }
+    told = {"enabled": True, **states[0], **used, **options, "engines": len(states)}
     return await asyncio.to_thread(_with_modules, told, engine.steering)
 
 
@@ -234,6 +238,8 @@ def attach_router(app: FastAPI) -> None:
     app.include_router(capture_router)
     app.state.sweep_slots = None
     app.include_router(sweep_router)
+    app.state.train_job = None
+    app.include_router(train_router)
     if LENS in args.compat:
         app.include_router(lens_router)
     if args.playground:

@@ -17,8 +17,9 @@ from fastapi.responses import HTMLResponse
 FOLDER = Path(__file__).with_name("playground")
 SCRIPTS = (
     "numbers.js", "elements.js", "drawing.js", "server.js", "bodies.js", "copying.js", "link.js",
-    "model.js", "files.js", "find.js", "steer.js", "sliders.js", "compare.js", "scales.js",
-    "presets.js", "talk.js", "look.js", "heads.js", "features.js", "trace.js", "start.js",
+    "model.js", "files.js", "find.js", "train.js", "steer.js", "sliders.js", "compare.js",
+    "scales.js", "presets.js", "talk.js", "look.js", "heads.js", "features.js", "trace.js",
+    "start.js",
 )  # fmt: skip
 """The files of the script, in the order in which they run."""
 MAX_BYTES = 96 << 10

@@ -26,6 +26,7 @@ const can = {
   family: (name) => can.steer() && state.shape.steering_families.includes(name),
   attention: () => can.capture() && ['q', 'z'].every((p) => state.capture.points.includes(p)),
   heads: () => can.family('scale') && state.shape.steering_points.includes('z'),
+  train: () => can.steer() && state.steering.train,
   features: () => (can.capture() ? Object.keys(state.capture.features) : []),
   lenses: () => (can.capture() ? Object.keys(state.capture.lenses) : []),
 };

@@ -3,6 +3,7 @@
 // Of each panel: whether it can do its work, the flags that turn that on, the work of its button.
 const PANELS = {
   find: [can.capture, '--capture-consumers inline', find],
+  train: [can.train, '--steering-train', train],
   steer: [can.steer, '--enable-steering'],
   look: [can.capture, '--capture-consumers inline', look],
   attention: [can.attention, '--capture-points pre_attn post_attn post_block q z', () => heads()],
@@ -13,6 +14,7 @@ const PANELS = {
 
 const CLICKS = {
   'use-found': () => addTerm('direction', state.find.name),
+  'train-cancel': () => remove(TRAIN),
   'save-module': () => working($('find'), saveModule),
   download: () => downloadFound('safetensors'),
   'download-gguf': () => downloadFound('gguf'),
