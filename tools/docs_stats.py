@@ -28,7 +28,7 @@ BUDGETS = {
     "docs/http.md": 1600,
     "docs/map.md": 80,
     "docs/performance.md": 900,
-    "docs/playground.md": 860,
+    "docs/playground.md": 980,
     "docs/probes.md": 880,
     "docs/reliability.md": 515,
     "docs/scale.md": 495,
