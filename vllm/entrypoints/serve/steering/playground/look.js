@@ -74,8 +74,9 @@ function showLook(row) {
   const sequential = !!source.lens;
   const bound = boundOfTokens(scores);
   const paint = (r) => {
+    const most = boundOfTokens([scores[r]]);
     const line = tokenLine(tokens, { label: 'tokens, coloured', at: state.look.at,
-      colours: scores[r].map((value) => colourOf(value, bound, sequential, 0.5)),
+      colours: scores[r].map((value) => colourOf(value, most, sequential, 0.5)),
       titles: scores[r].map((value) => `${shown(value)} ${source.unit}`),
       pick: (i) => { detail(i); }, hover: (i) => lensOf(i) });
     line.classList.add('coloured');

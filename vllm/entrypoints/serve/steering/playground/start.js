@@ -53,6 +53,7 @@ function startPanels() {
       ...(heads ? [{ value: 'z', text: 'heads' }] : [])]);
     if (points.includes('post_block')) $(id).value = 'post_block';
   }
+  $('train-layers').value = floor(0.6 * (state.shape?.num_layers ?? 0));
   const lenses = can.lenses();
   refill($('look-lens'), [...lenses.map((value) => ({ value })),
     { value: '', text: lenses.length ? 'none' : 'off: --capture-lens logit' }], lenses[0]);
