@@ -152,7 +152,7 @@ def unanswered() -> object:
 def answered(reply: bytes) -> object:
     """A trainer whose engine says something."""
     rows = dataset.stream("ipc:///tmp/a")
-    with mock.patch.object(rows, "_ask", return_value=[reply]):
+    with mock.patch.object(rows, "_answer", return_value=[reply]):
         return next(rows)
 
 
