@@ -193,6 +193,7 @@ def test_frontends_tell_the_modules_that_any_has_registered() -> None:
         engine = SimpleNamespace(vllm_config=config_of(), steering=other)
         request: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace()))
         request.app.state.engine_client = engine
+        request.app.state.args = SimpleNamespace(steering_train=False)
         return json.loads(asyncio.run(read(request)).body)
 
     async def change() -> None:

@@ -327,7 +327,7 @@ def test_what_a_stream_remembers_of_its_rows_grows_with_them_alone() -> None:
     """Not with the square of its steps, as views of all positions of a run would."""
     steps = 300
     collector = collector_for(plan_for("all", max_tokens=2 * steps))
-    inbox = RowInbox(cast("Any", SimpleNamespace(places=None)), frontends=1)
+    inbox = RowInbox(cast("Any", SimpleNamespace(places=[])), frontends=1)
     inbox.open("r", collector)
     for number in range(steps):
         inbox.add([chunk([number])])

@@ -79,7 +79,7 @@ class Steps:
         self._landing, self._senders = landing, senders
         self._number = 0
         self._ordinary: list[weakref.ref[Any]] = []
-        link: Any = SimpleNamespace(places=landing)
+        link: Any = SimpleNamespace(places=[landing] if landing else [])
         self.inbox = RowInbox(link, frontends=1)
 
     def open(self, number: int, num_rows: int) -> list[RowCollector]:
