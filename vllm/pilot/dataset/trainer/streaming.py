@@ -81,7 +81,7 @@ class Stream(Iterator[Batch]):
         until = time.monotonic() + self._patience
         while True:
             parts = self._answer()
-            said = json.loads(parts[0]) if parts else None
+            said = json.loads(bytes(parts[0])) if parts else None
             if said is None and time.monotonic() > until:
                 raise StreamError(
                     f"{self._address}: no engine answered for {self._patience:.0f} s; start one "
@@ -98,7 +98,7 @@ class Stream(Iterator[Batch]):
                     continue
                 self.close()
                 raise StopIteration
-            flat = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts[1:]]
+            flat = [torch.frombuffer(part, dtype=torch.uint8) for part in parts[1:]]
             values = flat[0].view(DTYPES[said["dtype"]]).reshape(said["shape"])
             self._plan, self._done = said["plan"], need_place(said["at"])
             self._next = need_place(said["next"])
@@ -118,13 +118,13 @@ class Stream(Iterator[Batch]):
             self._asked = True
         return self._socket
 
-    def _answer(self) -> list[bytes]:
-        """Wait; nothing if there is no answer, and then the next one comes by another
-        connection."""
+    def _answer(self) -> list[memoryview]:
+        """Wait for the parts of an answer, which are not copied; nothing if there is none, and
+        then the next one comes by another connection."""
         socket = self._ask()
         if socket.poll(int(RETRY_SECONDS * 1000)):
             self._asked = False
-            return socket.recv_multipart()
+            return [part.buffer for part in socket.recv_multipart(copy=False)]
         socket.close()
         self._socket = None
         return []
