@@ -27,7 +27,8 @@ from tests.serving.test_steering_ops import (
     start,
 )
 from tests.support import serving
-from tests.support.serving import Ask, capture, prompt_of, serve
+from tests.support.serving import Ask, Judge, capture, prompt_of, serve
+from vllm import LLM
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -87,6 +88,15 @@ def test_chunks(chunking: Pair) -> None:
     assert min(moved) > LEAST_MOVE, moved
 
 
+def check_recomputed(llm: LLM, judge: Judge) -> None:
+    """Long answers with too few blocks for all: some are taken out, and computed again."""
+    asks = asks_of(20, **capture("all"), max_tokens=45)
+    with serving.watching(llm) as steps:
+        outputs = serve(llm, asks)
+    assert {0, 1, 2, 3} & set(steps.recomputed), "no gate latched again"
+    check(judge, asks, outputs)
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_preemption(tiny_models: TinyModels, cached: bool) -> None:
     """What is computed again latches again, and knows nothing of what it knew."""
@@ -94,11 +104,7 @@ def test_preemption(tiny_models: TinyModels, cached: bool) -> None:
         tiny_models, "llama", num_gpu_blocks_override=8, enable_prefix_caching=cached
     )
     try:
-        asks = asks_of(20, **capture("all"), max_tokens=45)
-        with serving.watching(llm) as steps:
-            outputs = serve(llm, asks)
-        assert {0, 1, 2, 3} & set(steps.recomputed), "no gate latched again"
-        check(judge, asks, outputs)
+        check_recomputed(llm, judge)
     finally:
         shut_down(llm)
 
@@ -167,11 +173,7 @@ def test_asynchronous_scheduling(tiny_models: TinyModels) -> None:
         long_prefill_token_threshold=7,
     )
     try:
-        asks = asks_of(20, **capture("all"), max_tokens=45)
-        with serving.watching(llm) as steps:
-            outputs = serve(llm, asks)
-        assert {0, 1, 2, 3} & set(steps.recomputed), "no gate latched again"
-        check(judge, asks, outputs)
+        check_recomputed(llm, judge)
     finally:
         shut_down(llm)
 

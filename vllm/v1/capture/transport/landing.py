@@ -161,7 +161,7 @@ class ReceivedPlaces:
 
     @property
     def places(self) -> list[Places]:
-        """All places in which rows lie."""
+        """Memory in which rows lie: that of steps, and what is kept."""
         return [self.steps, self.kept]
 
     def __call__(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> torch.Tensor:
@@ -186,7 +186,7 @@ class RowEncoder(OOBTensorConsumer):
 
     @property
     def places(self) -> list[Places]:
-        """All places in which rows lie."""
+        """Memory in which rows lie: that of steps, and what is kept."""
         return [places for places in (self.steps, self._kept) if places is not None]
 
     def new_message(self) -> None:

@@ -176,8 +176,7 @@ class KeptRows:
         """Keep the rows of blocks that are whole with those that a request accepted of a step."""
         if chunk is None:
             return
-        streams = chunk.of_streams()[: chunk.num_streams]
-        kept = [i for i, stream in zip(streams, _streams(request), strict=True) if stream.is_raw]
+        kept = [i for i, stream in enumerate(_streams(request)) if stream.is_raw]
         if not kept:
             return
         values = [chunk.stream(i) for i in kept]
@@ -194,8 +193,8 @@ class KeptRows:
             first = filling.first + size
         skipped = -first % size
         whole = max(len(values[0]) - skipped, 0) // size * size
-        for index, rows in enumerate(values):
-            self._keep_blocks(request, index, first + skipped, rows[skipped : skipped + whole])
+        for sites, rows in zip(_kept_sites(request), values, strict=True):
+            self._keep_blocks(request, sites, first + skipped, rows[skipped : skipped + whole])
         rest = [rows[skipped + whole :] for rows in values]
         if len(rest[0]):
             places = [self._place(torch.Size((size, *rows.shape[1:])), rows.dtype) for rows in rest]
@@ -214,31 +213,32 @@ class KeptRows:
         if came < self._block_size:
             self._filling[request.request_id] = filling._replace(came=came)
         else:
-            for index, place in enumerate(filling.rows):
-                blocks = self._lacking(request, index, filling.first, 1)
-                for _, hashes in blocks:
-                    self._add(Slab(hashes, _kept_sites(request)[index], place))
+            for sites, place in zip(_kept_sites(request), filling.rows, strict=True):
+                for _, hashes in self._lacking(request, sites, filling.first, 1):
+                    self._add(Slab(hashes, sites, place))
         return [rows[number:] for rows in values]
 
-    def _keep_blocks(self, request: "Request", index: int, first: int, rows: torch.Tensor) -> None:
+    def _keep_blocks(
+        self, request: "Request", sites: tuple[Site, ...], first: int, rows: torch.Tensor
+    ) -> None:
         """Copy whole blocks from position `first` on that are not kept yet; of a stream."""
         size = self._block_size
-        for begin, hashes in self._lacking(request, index, first, len(rows) // size):
+        for begin, hashes in self._lacking(request, sites, first, len(rows) // size):
             fits = hashes[: self.memory.size // max(rows[:size].nbytes, 1)]
             at = slice(begin * size, (begin + len(fits)) * size)
             place = self._place(rows[at].shape, rows.dtype) if fits else None
             if place is not None:
                 copies = self._threads.follow(([place], [rows[at]]))
-                self._add(Slab(fits, _kept_sites(request)[index], place, copies))
+                self._add(Slab(fits, sites, place, copies))
 
     def _lacking(
-        self, request: "Request", index: int, first: int, number: int
+        self, request: "Request", sites: tuple[Site, ...], first: int, number: int
     ) -> Iterator[tuple[int, list["BlockHash"]]]:
-        """Yield runs of the `number` blocks from position `first` on whose rows are not kept of a
-        stream: the first one's place, and their hashes."""
-        sites, begin = frozenset(_kept_sites(request)[index]), first // self._block_size
+        """Yield runs of the `number` blocks from position `first` on whose rows at these sites are
+        not kept: the first one's place, and their hashes."""
+        every, begin = frozenset(sites), first // self._block_size
         hashes = request.block_hashes[begin : begin + number]
-        for known, run in groupby(enumerate(hashes), lambda e: bool(self._find(e[1], sites))):
+        for known, run in groupby(enumerate(hashes), lambda e: bool(self._find(e[1], every))):
             if not known:
                 places = list(run)
                 yield places[0][0], [block for _, block in places]

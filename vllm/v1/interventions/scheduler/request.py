@@ -77,7 +77,7 @@ class RequestInterventions:
             self._decides = min(self._decides, num_prompt_tokens - 1)
 
     def use(self, kept: "KeptRows") -> None:
-        """Have rows of cached blocks delivered that are kept, where all leave as they are: what is
+        """Deliver rows of cached blocks from what is kept, where all leave as they are: what is
         made of rows is made where they are computed."""
         streams = self.plan.capture.streams if self.plan.capture else []
         if streams and all(stream.is_raw for stream in streams):

@@ -135,7 +135,7 @@ class ModuleCatalog:
                 self._offer(self._state)
 
     def _offer(self, state: Globals) -> None:
-        """Have requests find the autoencoders that have a name."""
+        """Let requests find the autoencoders that have a name."""
         named = {**self._config.steering_config.feature_files, **state.features}
         shape = self._config.tap_shape
         if shape is not None and named.keys() | shape.features.keys():
