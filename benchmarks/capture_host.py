@@ -188,7 +188,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         SimpleNamespace(
             request_id=name,
             client_index=0,
-            num_tokens=0,
+            _all_token_ids=[1],
             interventions=RequestInterventions(plan, len(prompt), None),
         )
         for name in names
@@ -211,26 +211,24 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         # On a GPU the copy engine does this.
         outbox.send(rows, Captured(positions, positions))
         time.sleep(args.pause / 1e3)
-        reached = first + args.tokens + 1
         tokens += [1] * (args.tokens if args.tokens == 1 else 0)
         mark = [time.perf_counter()]
         own, every = time.thread_time(), time.process_time()
+        came: dict[str, Any] = {}
         for request in core:
-            request.num_tokens = reached
-            relay.accept(request, rows)  # type: ignore[arg-type]
+            request._all_token_ids += [1] * args.tokens
+            came[request.request_id] = request
         mark.append(time.perf_counter())
         outputs = [EngineCoreOutput(r.request_id, [1]) for r in core]
         message = EngineCoreOutputs(outputs=outputs)
-        relay.join({0: message})
+        relay.join({0: message}, came, rows)
         if args.messages:
             sent = encoder.encode(message)
             outputs = decoder.decode([bytes(sent[0]), *sent[1:]]).outputs  # type: ignore[arg-type]
         mark.append(time.perf_counter())
         for output in outputs:
-            if frontend.handle_output(output):
-                continue
-            if states[output.request_id].capture.feeds:
-                states[output.request_id].capture.deliver(tokens)
+            if output.captured:
+                frontend.handle_output(output)
         frontend.pop_ready(None)
         del rows, outputs, message
         mark.append(time.perf_counter())

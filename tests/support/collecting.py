@@ -73,8 +73,11 @@ def chunk(
 def results_of(
     collector: RowCollector, num_output: int, *, end: str | None = "stop", only_new: bool = False
 ) -> dict[str, CaptureResult]:
+    tokens = list(range(200, 200 + num_output))
+    if end is None and not only_new:
+        return collector.so_far(tokens)
     return collector.results(
-        list(range(200, 200 + num_output)),
+        tokens,
         finished=end is not None,
         aborted=end == "abort",
         only_new=only_new,

@@ -190,7 +190,7 @@ class Simulation:
         for name, request in self.parked.items():
             plan = steering_of(request)
             assert plan is not None
-            if self.has_turn(request) and self.ours._turns._parked[name][2] not in tried:
+            if self.has_turn(request) and self.ours._turns.parked[name][2] not in tried:
                 assert not Counts([*self.holders.values(), plan]).fits()
 
     def start_some(self) -> None:

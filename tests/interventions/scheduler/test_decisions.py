@@ -351,9 +351,9 @@ def test_rows_are_handed_to_their_request() -> None:
         ours.relay.accept(one, captured("r", [0, 1, 2]))
     ours.relay.accept(asks, None)
     message: dict[int, EngineCoreOutputs] = {}
-    ours.relay.join(message)
+    ours.relay.join(message, {}, None)
     ours.relay.accept(request("plain"), captured("plain", [0]))
-    ours.relay.join({})
+    ours.relay.join({}, {}, None)
     [output] = message[0].outputs
     chunks = output.captured or []
     assert [c.owners for c in chunks] == [[("r", 3)]]

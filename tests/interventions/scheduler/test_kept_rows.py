@@ -103,7 +103,7 @@ class Engine:
     def came(self, request: Request) -> list[tuple[int, torch.Tensor]]:
         """The rows that left since, as a frontend gets them."""
         messages: dict[int, EngineCoreOutputs] = {}
-        self.relay.join(messages)
+        self.relay.join(messages, {}, None)
         rows: list[tuple[int, torch.Tensor]] = []
         for message in messages.values():
             for output in sent(self.relay, message)[0]:

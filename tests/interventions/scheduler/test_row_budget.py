@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a step in which all decode, which are told without looking at each request."""
+"""The rows of a step in which all decode, which are granted without a look at each request."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.scheduler.row_budget import STEP_WEIGHTS, RowBudget
@@ -24,6 +27,7 @@ def request(name: str, *runs: tuple[int, int], key_weights: int = 0, focus_weigh
         last_run=wanted.runs()[-1],
         focus_weights=focus_weights,
         focused=wanted,
+        granted=0,
     )
     return SimpleNamespace(
         request_id=name,
@@ -36,13 +40,13 @@ def request(name: str, *runs: tuple[int, int], key_weights: int = 0, focus_weigh
     )
 
 
-def budget() -> RowBudget:
+def budget(rows: int = 64) -> RowBudget:
     shape = SimpleNamespace(row_bytes=4, senders=1, whole_prompts=False)
     config: Any = SimpleNamespace(
         speculative_config=None,
         model_config=None,
         tap_shape=shape,
-        capture_config=SimpleNamespace(capture_buffer_bytes=4 * 64),
+        capture_config=SimpleNamespace(capture_buffer_bytes=4 * rows),
     )
     return RowBudget(config)
 
@@ -126,3 +130,114 @@ def test_a_step_focuses_a_bounded_number_of_weights() -> None:
     assert [rows.cap_tokens(r, 0, length) for r in (one, two)] == [1, 1]
     drafts = request("drafts", (0, 99), focus_weights=8 * most)
     assert rows.cap_tokens(drafts, 20, 4) == 4
+
+
+class Running:
+    """A request that computes its positions, in steps of the size that it is given."""
+
+    def __init__(self, name: str, prompt: int, length: int, runs: list[tuple[int, int]]) -> None:
+        self.asked = request(name, *runs)
+        self.prompt, self.length, self.computed = prompt, length, 0
+        self.asked.num_prompt_tokens = prompt
+        self.asked.interventions.takes_room = True
+
+    @property
+    def next(self) -> int:
+        """The tokens of its next step: all of its prompt that is left, or one."""
+        return max(self.prompt - self.computed, 1)
+
+
+RUN = st.tuples(st.integers(0, 30), st.integers(1, 30)).map(lambda run: (run[0], sum(run)))
+ASKED = st.tuples(st.integers(1, 12), st.integers(1, 24), st.lists(RUN, min_size=1, max_size=2))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(ASKED, min_size=1, max_size=8),
+    st.integers(2, 12),
+    st.lists(
+        st.sampled_from(["run", "run", "run", "skip", "preempt", "drop", "join"]), max_size=90
+    ),
+)
+def test_rows_granted_ahead_are_those_that_are_asked_for(
+    asked: list[tuple[int, int, list[tuple[int, int]]]], capacity: int, events: list[str]
+) -> None:
+    """Whatever is scheduled has exactly its wanted rows, within the capacity, and all end."""
+    rows = budget(capacity)
+    waiting = [
+        Running(str(i), prompt, prompt + more, runs) for i, (prompt, more, runs) in enumerate(asked)
+    ]
+    running: list[Running] = []
+    left, steps = iter(events), 0
+    while waiting or running:
+        steps += 1
+        assert steps < 600, "some request never gets its rows"
+        scheduled: dict[str, int] = {}
+        if waiting and (not running or next(left, "join") == "join"):
+            running.append(waiting.pop(0))
+        for one in [*running]:
+            event, ours, size = next(left, "run"), one.asked.interventions, one.next
+            if event == "preempt":
+                rows.withdraw(one.asked)
+                one.computed = 0
+            if event == "skip" or event == "preempt":
+                continue
+            if ours.takes_room and size != ours.granted:
+                size = rows.cap_tokens(one.asked, one.computed, size)
+            if size and event != "drop":  # or it is not scheduled after all
+                scheduled[one.asked.request_id] = size
+        offsets = rows.pop_offsets(scheduled)
+        assert offsets.keys() <= scheduled.keys()
+        assert sum(map(len, offsets.values())) <= capacity
+        for one in [*running]:
+            size = scheduled.get(one.asked.request_id, 0)
+            at = np.arange(one.computed, one.computed + size)
+            wanted = at[one.asked.interventions.wanted.mask(at)]
+            given = offsets.get(one.asked.request_id, np.empty(0, np.int32)) + one.computed
+            assert given.tolist() == wanted.tolist()
+            one.computed += size
+            if one.computed >= one.length:
+                running.remove(one)
+                rows.withdraw(one.asked)
+
+
+def test_who_decodes_on_is_not_asked_again() -> None:
+    rows, one, two = budget(2), request("one", (0, 25)), request("two", (0, 99))
+    both = {"one": 1, "two": 1}
+    for position in range(20, 25):
+        asked = [r for r in (one, two) if r.interventions.granted != 1]
+        assert asked == ([one, two] if position == 20 else [])
+        assert [rows.cap_tokens(r, position, 1) for r in asked] == [1] * len(asked)
+        assert rows.pop_offsets(both).keys() == both.keys()
+    assert [r.interventions.granted for r in (one, two)] == [0, 0], "the run of one is over"
+    assert rows.cap_tokens(two, 25, 1) == 1
+    rows.pop_offsets(both)
+    assert two.interventions.granted
+    third = request("third", (0, 99))
+    assert rows.cap_tokens(third, 0, 1) == 1
+    assert rows.cap_tokens(request("fourth", (0, 99)), 0, 1) == 0
+    rows.pop_offsets({"two": 1, "third": 1})
+    assert not two.interventions.granted, "somebody waits for rows"
+
+
+def test_who_is_not_scheduled_holds_no_row_of_the_next_step() -> None:
+    rows, one, two = budget(1), request("one", (0, 99)), request("two", (0, 99))
+    assert rows.cap_tokens(one, 20, 1) == 1
+    rows.pop_offsets({"one": 1})
+    assert one.interventions.granted
+    assert rows.cap_tokens(two, 20, 1) == 0, "the row is the other's"
+    rows.pop_offsets({"one": 1})
+    assert rows.cap_tokens(two, 20, 1) == 1
+    rows.pop_offsets({"two": 1})
+    rows.pop_offsets({})
+    assert not two.interventions.granted
+    assert rows.cap_tokens(one, 21, 1) == 1
+
+
+def test_rows_whose_number_grows_are_not_granted_ahead() -> None:
+    rows = budget()
+    for key_weights in (0, 4):
+        some = request(str(key_weights), (0, 99), key_weights=key_weights)
+        assert rows.cap_tokens(some, 20, 1) == 1
+        rows.pop_offsets({some.request_id: 1})
+        assert some.interventions.granted == (not key_weights)

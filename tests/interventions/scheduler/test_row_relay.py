@@ -105,17 +105,21 @@ def step(relay: RowRelay, asks: dict[Asks, list[int]]) -> int:
     some = {one: positions for one, positions in takes.items() if positions}
     rows = captured(some) if some else None
     outputs: dict[int, list[EngineCoreOutput]] = {}
+    came: dict[str, Request] = {}
     for one, positions in asks.items():
         one.computed = positions[-1] + 1
         emits = one.computed == one.request.num_tokens
         if emits:
             one.request.append_output_token_ids(7)
-        relay.accept(one.request, rows)
+        if one.request.interventions.comes_at_end:
+            came[one.request.request_id] = one.request
+        else:
+            relay.accept(one.request, rows)
         if emits:
             output = EngineCoreOutput(one.request.request_id, [7])
             outputs.setdefault(one.client, []).append(output)
     messages = {client: EngineCoreOutputs(outputs=outs) for client, outs in outputs.items()}
-    relay.join(messages)
+    relay.join(messages, came, rows)
     buffers = 0
     for client, message in messages.items():
         got, number = sent(relay, message)

@@ -72,7 +72,7 @@ def step(room: Room, queue: list[Request], most: int | None = None) -> list[str]
 def test_a_step_asks_about_few_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     room, queue = Room(1), [request(i) for i in range(3000)]
     assert step(room, queue) == ["r0"]
-    assert (len(queue), len(room.turns), room.asked) == (0, 2999, 3000)
+    assert (len(queue), len(room.turns.parked), room.asked) == (0, 2999, 3000)
     for i in range(1, 300):
         room.asked = 0
         assert step(room, queue) == []  # nothing was released
@@ -95,7 +95,7 @@ def test_those_that_share_start_together_and_one_is_asked_for_all() -> None:
     assert room.asked == 1
     room.holders.clear()
     assert step(room, queue) == [f"r{i}" for i in range(300)]
-    assert not len(room.turns)
+    assert not len(room.turns.parked)
 
 
 def test_those_that_come_back_keep_their_order() -> None:
@@ -130,7 +130,7 @@ def test_who_goes_first(by_priority: bool) -> None:
     room.holders["other"] = request(9999)
     assert step(room, [request(0, priority=5), request(1, priority=-1), request(2)]) == []
     order = []
-    while len(room.turns):
+    while len(room.turns.parked):
         room.holders.clear()
         order += step(room, [])
     assert order == (["r1", "r2", "r0"] if by_priority else ["r0", "r1", "r2"])
@@ -198,7 +198,7 @@ def test_it_says_what_asking_about_all_says(
             since.pop(name, None)
             seen["started"] += 1
         assert not queue
-        assert len(room.turns) == len(waiting)
+        assert len(room.turns.parked) == len(waiting)
         fresh = sorted((r for r in waiting.values() if r.request_id not in since), key=place)
         since |= dict.fromkeys((r.request_id for r in fresh), number)
     assert min(seen.values()) > 50, seen

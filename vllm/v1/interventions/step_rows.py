@@ -2,7 +2,7 @@
 """The captured rows of one step on their way from the arena to their requests."""
 
 from collections.abc import Collection, Iterator
-from itertools import accumulate, groupby
+from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ class Block:
         self.counts = [len(tokens) for _, tokens in members]
         """Captured tokens of each request."""
         self.owners = [(req_id, len(tokens)) for req_id, tokens in members]
+        self.names = [req_id for req_id, _ in members]
         self.count = sum(self.counts)
         self.num_raw = group.num_raw * self.count
         self.num_rest = group.rest_rows * self.count
@@ -129,7 +130,6 @@ class StepRows:
         self.places: Places | None = None
         """Object that knows the memory's place in a landing; None if it is ordinary memory."""
         self._parts: list[tuple[np.ndarray, list[torch.Tensor]]] | None = None
-        self._singles: dict[str, int] | None = None
         self._chunks: dict[str, CapturedChunk] | None = None
         self._later: list[StepRows] = []
         self.packs = True
@@ -225,21 +225,26 @@ class StepRows:
             }
         return self._chunks
 
-    def singles(self) -> dict[str, int]:
-        """The positions of requests with one row, as in decoding; none if `packs` is false."""
-        if self._singles is None:
-            self._singles = {}
+    @property
+    def names(self) -> frozenset[str]:
+        """The requests with rows here, or in what joined these."""
+        return self.blocks.names.union(*(later.names for later in self._later))
+
+    def singles(self) -> tuple[list[str], list[int]]:
+        """The requests with one row, as in decoding, and its positions; none if `packs` is
+        false."""
+        names, at = list[str](), list[int]()
+        for block, (positions, _) in zip(self.blocks.all, self._whole(), strict=True):
             if not self.packs:
-                return self._singles
-            for block, (positions, _) in zip(self.blocks.all, self._whole(), strict=True):
-                if block.count == len(block.counts):
-                    names = (name for name, _ in block.owners)
-                    self._singles.update(zip(names, positions.tolist(), strict=True))
-                    continue
-                for (name, count), stop in zip(block.owners, accumulate(block.counts), strict=True):
-                    if count == 1:
-                        self._singles[name] = int(positions[stop - 1])
-        return self._singles
+                break
+            if block.count == len(block.counts):
+                names += block.names
+                at += positions.tolist()
+                continue
+            ones = np.flatnonzero(np.array(block.counts) == 1)
+            names += [block.names[i] for i in ones]
+            at += positions[np.cumsum(block.counts)[ones] - 1].tolist()
+        return names, at
 
     def packed(self, request_ids: Collection[str]) -> list[CapturedChunk]:
         """All rows of some requests as they lie here, neighbours as one chunk with its `owners`:
@@ -306,7 +311,7 @@ class StepRows:
         memory = self._memory
         if self.places is not None and isinstance(memory, torch.Tensor):
             memory = self.places.lend(memory) or memory
-        made = dict.fromkeys(("places", "_parts", "_singles", "_chunks"))
+        made = dict.fromkeys(("places", "_parts", "_chunks"))
         return {**self.__dict__, **made, "_memory": memory}
 
 

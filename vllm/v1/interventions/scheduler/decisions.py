@@ -59,6 +59,7 @@ class SchedulerInterventions:
         self._turns = Turns(self._fits, _need, by_priority)
         self._row_turns = Turns(lambda _: True, lambda request: request.request_id, by_priority)
         self._waits = (self._turns, self._row_turns, *self.captures.turns.values())
+        self._parked = [turns.parked for turns in self._waits]
         self._reserved: set[str] = set()
         self._admitted: dict[str, WorkerRequest] = {}
         self._changed_tiers: GlobalTiers | None = None
@@ -105,7 +106,7 @@ class SchedulerInterventions:
         if queue and queue.peek_request().status == RequestStatus.PREEMPTED:
             return  # it goes first, and holds all it needs but KV blocks
         for turns in self._waits:
-            request = turns.wake()
+            request = turns.wake() if turns.parked else None
             if request is not None:
                 queue.prepend_request(request)
 
@@ -121,7 +122,7 @@ class SchedulerInterventions:
     @property
     def num_parked(self) -> int:
         """Waiting requests that are in none of the scheduler's queues."""
-        return sum(map(len, self._waits))
+        return sum(map(len, self._parked))
 
     def admit(self, request: Request, num_cached: int = 0) -> None:
         """Admit a request to the running ones, for the first time or after a preemption.

@@ -2,6 +2,7 @@
 """Rows of a step on their way from the worker to frontends and consumers."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm.v1.capture.transport.landing import Places, RowEncoder
@@ -33,7 +34,6 @@ class RowRelay:
         self._places = Places()
         """Places of the rows of workers that run in processes of their own."""
         self._step: StepRows | None = None
-        self._singles: dict[str, int] = {}
         self._whole: defaultdict[int, list[str]] = defaultdict(list)
         """Client -> requests that take all their rows of `_step`."""
         self._cut: defaultdict[int, list[CapturedChunk]] = defaultdict(list)
@@ -50,33 +50,52 @@ class RowRelay:
                 since, so these rows are not kept.
         """
         ours = request.interventions
-        if captured is None or not ours.arena_rows:
+        if captured is None:
             return
-        if captured is not self._step:
-            captured.receive(self._places)
-            self._step, self._singles = captured, captured.singles()
-            self.encoder.steps = captured.places or self.encoder.steps
-        name, num_tokens = request.request_id, request.num_tokens
-        client = request.client_index
-        if ours.relays_all:  # what consumers of this process get is not relayed
-            position = self._singles.get(name)
-            if position is not None and ours.accept_one(position, num_tokens):
-                self._whole[client].append(name)
-                if self._kept is not None and not stale:
-                    self._kept.keep(request, captured.of(name))
-                return
-        chunk = captured.of(name)
-        accepted = chunk and ours.accept(chunk, num_tokens)
+        self._begin(captured)
+        chunk = captured.of(request.request_id)
+        accepted = chunk and ours.accept(chunk, request.num_tokens)
         if not accepted:
             return
         if self._kept is not None and not stale:
             self._kept.keep(request, accepted)
         if accepted is chunk and ours.relays_all and captured.packs:
-            self._whole[client].append(name)
+            self._whole[request.client_index].append(request.request_id)
         elif relayed := ours.relayed(accepted):
-            self._cut[client].append(relayed)
-        if not ours.relays_all:
+            self._cut[request.client_index].append(relayed)
+        if not ours.relays_all:  # what consumers of this process get is not relayed
             self._captures.route_rows(request, accepted)
+
+    def _begin(self, captured: "StepRows") -> None:
+        if captured is not self._step:
+            captured.receive(self._places)
+            self._step = captured
+            self.encoder.steps = captured.places or self.encoder.steps
+
+    def _accept_decoded(self, came: "Mapping[str, Request]", captured: "StepRows") -> set[str]:
+        """Accept the only row of each request whose last token came from it, without a call for
+        each; return these requests."""
+        names, positions = captured.singles()
+        requests = [*came.values()]
+        if names != [*came]:
+            at = [i for i, name in enumerate(names) if name in came]
+            names, positions = [names[i] for i in at], [positions[i] for i in at]
+            requests = [came[name] for name in names]
+        lengths = map(len, [request._all_token_ids for request in requests])
+        others = set[str]()
+        for request, position, length in zip(requests, positions, lengths, strict=True):
+            ours = request.interventions
+            start, stop = ours.last_run
+            if ours.next_row <= position == length - 2 and start <= position < stop:
+                ours.next_row = length - 1
+            else:
+                others |= {request.request_id}
+        if others:
+            requests = [request for request in requests if request.request_id not in others]
+        clients = {request.client_index for request in requests}
+        for client in clients:
+            self._whole[client] += [r.request_id for r in requests if r.client_index == client]
+        return {*names} - others
 
     def deliver_kept(self, request: "Request", num_cached: int, version: int) -> None:
         """Pass on the rows of a request's cached positions.
@@ -96,9 +115,25 @@ class RowRelay:
             if not ours.relays_all:
                 self._captures.route_rows(request, chunk)
 
-    def join(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+    def join(
+        self,
+        outputs: dict[int, EngineCoreOutputs],
+        came: "Mapping[str, Request]",
+        captured: "StepRows | None",
+    ) -> None:
         """Put the step's rows ahead of the outputs of their requests, and before them those that
-        were kept, which are of earlier positions."""
+        were kept, which are of earlier positions.
+
+        Args:
+            came: the requests that got an output of the step and have yet to `accept` its rows;
+                all of them `comes_at_end`.
+            captured: as for `accept`.
+        """
+        if came and captured is not None:
+            self._begin(captured)
+            accepted = self._accept_decoded(came, captured)
+            for name in captured.names & came.keys() - accepted:
+                self.accept(came[name], captured)
         if self._step is None and not self._found:
             return
         for client in self._found.keys() | self._whole.keys() | self._cut.keys():

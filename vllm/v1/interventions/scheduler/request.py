@@ -46,10 +46,18 @@ class RequestInterventions:
         self.key_weights = capture.key_weights if capture else 0
         """Number of attention weights of a captured position for each key, as in `CapturePlan`."""
         self.focus_weights, self.focused = _focus_of(self.plan.steering)
+        self.takes_room = bool(self.arena_rows or self.focus_weights)
+        """True if a step's `RowBudget` limits it."""
+        self.granted = 0
+        """Number of tokens for which `RowBudget` has granted it rows of the next step ahead: 0 or
+        1."""
         self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
         self._relayed = [s.relayed for s in capture.streams] if capture else []
         self.relays_all = all(self._relayed)
         """True if all that it captures goes on to the frontend."""
+        self.comes_at_end = bool(self.arena_rows) and self.relays_all
+        """True if its rows of a step may be accepted with those of all others, at the step's
+        end."""
         self._relayed_positions = self.wanted
         if capture is not None and not self.relays_all:
             runs = [s.runs for s in capture.streams if s.relayed]
@@ -82,6 +90,7 @@ class RequestInterventions:
         streams = self.plan.capture.streams if self.plan.capture else []
         if streams and all(stream.is_raw for stream in streams):
             self.kept, self.kept_sites = kept, [frozenset(s.sites) for s in streams]
+            self.comes_at_end = False  # its blocks are asked for before it is freed
 
     def cache_hit_limit(self, blocks: Sequence["BlockHash"] = ()) -> int:
         """Most tokens that may come from the prefix cache: cached positions are not computed, so
@@ -108,17 +117,6 @@ class RequestInterventions:
         asked for: connectors load all that they offered, or nothing. None is "not known yet".
         """
         return (num_tokens or 0) > max(self.cache_hit_limit() - start, 0)
-
-    def accept_one(self, position: int, num_tokens: int) -> bool:
-        """Accept the only row of a step, if it is the one that the step's token came from; returns
-        whether it is. The common case, without a chunk."""
-        start, stop = self.last_run
-        if not self.next_row <= position == num_tokens - 2:
-            return False
-        if not start <= position < stop and position not in self.wanted:
-            return False
-        self.next_row = num_tokens - 1
-        return True
 
     def accept(self, chunk: CapturedChunk, num_tokens: int) -> CapturedChunk | None:
         """Take the rows of a step, each position once.

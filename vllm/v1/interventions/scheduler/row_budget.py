@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side of capture: which rows of a step leave the device, and that they fit."""
 
+import sys
+from collections.abc import Set
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,6 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.interventions.scheduler.request import RequestInterventions
 
 FIRST_TOKEN = np.zeros(1, dtype=np.int32)
 """The offsets of a request that captures the one token it has in a step."""
@@ -41,6 +44,9 @@ class RowBudget:
     refusal. They last one step: a request that cannot run now keeps nobody else from running. Of
     those that wait to start, most are not asked in a step, and none is put behind later ones for
     that.
+
+    A request that decoded in a step and captured its token has a row of the next step ahead, so
+    that nobody asks for it (`RequestInterventions.granted`), until some request is refused rows.
     """
 
     def __init__(self, config: "VllmConfig") -> None:
@@ -64,6 +70,11 @@ class RowBudget:
         self._decoding = True
         """True if all of them are `FIRST_TOKEN`."""
         self._taken = 0
+        self._decoders: dict[str, RequestInterventions] = {}
+        """Requests that decode and have rows of this step, each of which it captures with its one
+        token: those of the step before, and new ones."""
+        self._lasts = sys.maxsize
+        """The step before which all of them capture each token."""
         self._focused = 0
         """Weights that prompts of this step focus."""
         self._step = 0
@@ -106,6 +117,9 @@ class RowBudget:
             else:
                 self._offsets[name] = FIRST_TOKEN
                 self._taken += each
+                if start <= first and not ours.key_weights:
+                    self._decoders[name] = ours
+                    self._lasts = min(self._lasts, self._step + stop - first)
             return 1
         stop, prompt = first + num_tokens, request.num_prompt_tokens
         wanted = ours.wanted.between(first, stop)
@@ -190,6 +204,8 @@ class RowBudget:
 
     def _give_back(self, request: Request) -> None:
         offsets = self._offsets.pop(request.request_id, None)
+        if (decoder := self._decoders.pop(request.request_id, None)) is not None:
+            decoder.granted = 0
         if offsets is not None:
             each = self._each.pop(request.request_id, request.interventions.arena_rows)
             self._taken -= len(offsets) * each
@@ -202,11 +218,13 @@ class RowBudget:
 
     def pop_offsets(self, num_scheduled_tokens: dict[str, int]) -> dict[str, np.ndarray]:
         """Rows to capture, and start the next step: request id -> int32 offsets into its tokens."""
-        offsets, self._offsets, self._taken, self._each = self._offsets, {}, 0, {}
+        offsets, self._each = self._offsets, {}
         self._focused = 0
         self._claims, self._refused, self._step = self._refused, {}, self._step + 1
         decoding, self._decoding = self._decoding, True
-        if decoding and offsets.keys() <= num_scheduled_tokens.keys():
+        scheduled = num_scheduled_tokens.keys()
+        self._grant_ahead(scheduled)
+        if decoding and offsets.keys() <= scheduled:
             return offsets
         return {
             req_id: kept
@@ -214,6 +232,24 @@ class RowBudget:
             if (size := num_scheduled_tokens.get(req_id))
             and len(kept := at if at is FIRST_TOKEN else at[at < size])
         }
+
+    def _grant_ahead(self, scheduled: Set[str]) -> None:
+        """Grant the requests that decoded a row of the next step, if it will capture them all and
+        nobody was refused any."""
+        before = self._decoders
+        going_on = before if self._step < self._lasts and not self._claims else {}
+        if not going_on.keys() <= scheduled:
+            going_on = {name: before[name] for name in before.keys() & scheduled}
+        if going_on is not before:
+            for decoder in before.values():
+                decoder.granted = 0
+        if not going_on:
+            self._lasts = sys.maxsize
+        rows = 0
+        for decoder in going_on.values():
+            decoder.granted, rows = 1, rows + decoder.arena_rows
+        self._decoders, self._taken = going_on, rows
+        self._offsets = dict.fromkeys(going_on, FIRST_TOKEN)
 
 
 def _split_item(request: Request, first: int, stop: int) -> tuple[int, int] | None:

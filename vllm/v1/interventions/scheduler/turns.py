@@ -49,14 +49,12 @@ class Turns:
         """Needs for which there is no room in this step."""
         self._woken: set[str] = set()
         """Ids of the requests that are in the scheduler's queue again; at most one."""
-        self._parked: dict[str, tuple[Request, Place, Hashable]] = {}
+        self.parked: dict[str, tuple[Request, Place, Hashable]] = {}
+        """Waiting requests that are in none of the scheduler's queues, by id."""
         self._groups: dict[Hashable, list[Place]] = {}
         """Need -> the parked requests, sorted."""
         self._firsts: list[Place] = []
         """The first of each group, sorted."""
-
-    def __len__(self) -> int:
-        return len(self._parked)
 
     def try_admit(self, request: Request) -> bool:
         """Tell whether a request may start now. A refusal is remembered."""
@@ -77,7 +75,7 @@ class Turns:
         if request.request_id not in self._refused:
             return False
         place, need = self._place(request), self._need(request)
-        self._parked[request.request_id] = request, place, need
+        self.parked[request.request_id] = request, place, need
         group = self._groups.setdefault(need, [])
         if group:
             _remove(self._firsts, group[0])
@@ -91,7 +89,7 @@ class Turns:
         if self._woken:
             return None
         for first in self._firsts[:MAX_TRIED]:
-            request, _, need = self._parked[first[2]]
+            request, _, need = self.parked[first[2]]
             if need in self._failed or not self._has_turn(first):
                 continue
             if self._fits(request):
@@ -104,7 +102,7 @@ class Turns:
         """Forget a request that started, or ended."""
         self._waiting.pop(request_id, None)
         self._woken.discard(request_id)
-        if request_id in self._parked:
+        if request_id in self.parked:
             self._unpark(request_id)
 
     def next_step(self) -> None:
@@ -124,7 +122,7 @@ class Turns:
         return self._step - since <= MAX_SKIPS or place <= longest
 
     def _unpark(self, request_id: str) -> Request:
-        request, place, need = self._parked.pop(request_id)
+        request, place, need = self.parked.pop(request_id)
         group = self._groups[need]
         _remove(self._firsts, group[0])
         _remove(group, place)

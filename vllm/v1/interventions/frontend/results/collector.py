@@ -3,7 +3,7 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,16 @@ from vllm.v1.capture.results import CaptureResult, SiteRows
 from vllm.v1.capture.transport.mean import RunningMean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.results.gathered import (
-    GatheredRows,
     MeanRow,
     ResultMaker,
+    RowsSoFar,
     Texts,
-    later,
+    keys_of,
     rows_in,
 )
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
 from vllm.v1.interventions.frontend.results.pieces import Piece, Run
-from vllm.v1.interventions.plan import CapturePlan, dtype_of
+from vllm.v1.interventions.plan import CapturePlan, Site, dtype_of
 from vllm.v1.interventions.shape import LayerShape
 
 ALL_ROWS = sys.maxsize - 1
@@ -126,7 +126,8 @@ class RowCollector:
             values.append([integers(self._memory.of_rows(shape, dtype_of(stream.dtype)))])
             filled += steps_into(values[-1], steps)
         started = self._threads.follow(copies_of(filled))
-        self._moved.append(Piece(positions, versions, [values], slice(None), started))
+        # Another list: results so far have this one.
+        self._moved = [*self._moved, Piece(positions, versions, [values], slice(None), started)]
 
     def cut(self, stop: int) -> None:
         """Let go of rows at positions from `stop` on, and of all that their steps still bring:
@@ -143,6 +144,30 @@ class RowCollector:
                 )
         self._moved, self._delivered = moved, min(self._delivered, stop)
 
+    @cached_property
+    def _keys(self) -> dict[str, dict[Any, Site]]:
+        """The keys of each consumer's result."""
+        return {name: dict(keys_of(s.selection)) for name, s in self._selected.items()}
+
+    def so_far(
+        self, output_token_ids: Sequence[int], most_rows: int = ALL_ROWS
+    ) -> dict[str, CaptureResult]:
+        """The results so far of a completion that goes on; the arguments are those of `results`."""
+        num_tokens = min(len(self._prompt_token_ids) + len(output_token_ids), most_rows + 1)
+        runs = [(run.steps(), r, first) for run, r, first in self._runs if first < len(run.chunks)]
+        results = {}
+        for name, selected in self._selected.items():
+            stream = selected.selection.streams[0]
+            if (mean := self._means.get(stream)) is not None:
+                payload: SiteRows[Any] = self._mean_row(selected, mean, finished=False).by_site()
+            else:
+                rows = RowsSoFar(
+                    self._maker, selected, self._moved, runs, output_token_ids, num_tokens
+                )
+                payload = SiteRows(self._keys[name], rows)
+            results[name] = CaptureResult(None, None, payload)
+        return results
+
     def results(
         self,
         output_token_ids: Sequence[int],
@@ -152,7 +177,8 @@ class RowCollector:
         only_new: bool,
         most_rows: int = ALL_ROWS,
     ) -> dict[str, CaptureResult]:
-        """The results so far. Rows may still be on their way to where they are read.
+        """The results at the end, or those that are new. Rows may still be on their way to where
+        they are read.
 
         Args:
             output_token_ids: the generated tokens so far.
@@ -164,8 +190,6 @@ class RowCollector:
         """
         self._add_up()
         num_tokens = min(len(self._prompt_token_ids) + len(output_token_ids), most_rows + 1)
-        if not (finished or only_new):
-            return self._results_so_far(output_token_ids, num_tokens)
         pieces = self._moved + self._unmoved()
         positions, versions = rows_in(pieces)
         results = {}
@@ -186,31 +210,6 @@ class RowCollector:
         if only_new:
             self._delivered = num_tokens - 1
             self._forget(pieces)
-        return results
-
-    def _results_so_far(
-        self, output_token_ids: Sequence[int], num_tokens: int
-    ) -> dict[str, CaptureResult]:
-        """Return all rows so far, gathered when a result is first read: few of a stream are."""
-        moved, maker = list(self._moved), self._maker
-        unmoved = [
-            (run.steps(), r, first) for run, r, first in self._runs if first < len(run.chunks)
-        ]
-
-        def rows(selected: Selected) -> GatheredRows:
-            pieces = moved + [Piece.of(*each) for each in unmoved]
-            positions, versions = rows_in(pieces)
-            at = np.flatnonzero(selected.mask(positions, selected.num_rows(num_tokens)))
-            of_pieces = positions, versions
-            return maker.rows(selected.selection, pieces, at, of_pieces, output_token_ids)
-
-        results = {}
-        for name, selected in self._selected.items():
-            if (mean := self._means.get(selected.selection.streams[0])) is not None:
-                payload: SiteRows[Any] = self._mean_row(selected, mean, finished=False).by_site()
-            else:
-                payload = later(selected.selection, partial(rows, selected))
-            results[name] = CaptureResult(status=None, error=None, payload=payload)
         return results
 
     def _wanted(

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, Self
 
 import numpy as np
@@ -16,9 +16,10 @@ from vllm.v1.capture.features import FeatureRows
 from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.made_rows import MadeRows
 from vllm.v1.capture.results import CapturedRows, RowSource, SiteRows
+from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.interventions.frontend.request.capture import TOKENS
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
-from vllm.v1.interventions.frontend.results.pieces import Piece, StreamRows
+from vllm.v1.interventions.frontend.results.pieces import Piece, Steps, StreamRows
 from vllm.v1.interventions.makings import Attention, Features, Lens, Making
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site, dtype_of
 from vllm.v1.interventions.positions import in_a_row
@@ -132,12 +133,6 @@ class GatheredRows(RowSource):
         return torch.stack(parts).sum(0)
 
 
-def later(selection: Selection, gather: Callable[[], GatheredRows]) -> SiteRows[Any]:
-    """Return rows that are gathered when the first of a site is read."""
-    gathered = cache(gather)
-    return SiteRows([*keys_of(selection)], lambda key: gathered().at(key))
-
-
 @dataclass
 class MeanRow(RowSource):
     """The mean of a stream: one row a site, or none yet."""
@@ -218,6 +213,39 @@ class ResultMaker:
         prompt, length = self.prompt_token_ids, len(self.prompt_token_ids)
         at_each = (prompt[p] if p < length else generated[p - length] for p in positions.tolist())
         return np.fromiter(at_each, np.int64, len(positions))
+
+
+@dataclass(eq=False)
+class RowsSoFar:
+    """Rows of one completion up to some step, gathered when those of a site are first read: few
+    results of a stream are.
+
+    Args:
+        selected: the rows that are wanted.
+        moved: pieces in memory of their own.
+        runs: steps of runs; rows of the completion in each step, and the first of its steps.
+        generated: the generated tokens, those past `num_tokens` included.
+        num_tokens: tokens of the completion at that step, with its prompt.
+    """
+
+    maker: ResultMaker
+    selected: Selected
+    moved: list[Piece]
+    runs: list[tuple[Steps, slice, int]]
+    generated: Sequence[int]
+    num_tokens: int
+
+    @cached_property
+    def _rows(self) -> GatheredRows:
+        pieces = self.moved + [Piece.of(*run) for run in self.runs]
+        positions, versions = rows_in(pieces)
+        at = np.flatnonzero(self.selected.mask(positions, self.selected.num_rows(self.num_tokens)))
+        of_pieces = positions, versions
+        return self.maker.rows(self.selected.selection, pieces, at, of_pieces, self.generated)
+
+    def __call__(self, key: Any) -> CapturedRows | MadeRows[Any]:
+        """Return the rows at one of `keys_of`."""
+        return self._rows.at(key)
 
 
 def rows_in(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:

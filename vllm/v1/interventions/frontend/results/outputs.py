@@ -78,7 +78,7 @@ class CompletionCapture:
             outputs.inbox.open(self._request_id, self._collector)
         self.feeds = Feeds(outputs.hosted, self._request_id, plan, self._prompt)
         """Feeds of the consumers of this process."""
-        self._rows: list[CapturedChunk] = []
+        self.ahead: list[CapturedChunk] = []
         """Rows for the feeds that came ahead of their tokens."""
         self._dropped: set[str] = set()
         self.pending_consumers = [name for name in plan.consumers if not is_inline(name)]
@@ -104,7 +104,7 @@ class CompletionCapture:
         """Take rows for the consumers of this process. Those of generated tokens wait for the
         output that brings the tokens."""
         if self.feeds:
-            self._rows.append(rows)
+            self.ahead.append(rows)
             if not len(rows.positions) or rows.positions[-1] < len(self._prompt):
                 self.deliver(())
 
@@ -114,7 +114,7 @@ class CompletionCapture:
         Args:
             output_token_ids: the generated tokens, those past a stop string removed.
         """
-        rows, self._rows = self._rows, []
+        rows, self.ahead = self.ahead, []
         for chunk in rows:
             self.feeds.deliver(chunk, output_token_ids)
 
@@ -137,6 +137,8 @@ class CompletionCapture:
             most_rows: the position from which on none come.
         """
         finished = finish_reason is not None
+        if self._collector is not None and not (finished or only_new):
+            return self._collector.so_far(output_token_ids, most_rows)
         aborted = finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
         inline: dict[str, CaptureResult] = {}
         if self._collector is not None:
@@ -357,9 +359,6 @@ class CaptureOutputs:
     def goes_on(self, processor: "OutputProcessor", state: "RequestState") -> bool:
         """Tell whether an answer was cut or is steered otherwise, and goes on; if so, send its
         request anew."""
-        # Of each request in each step: most leave here.
-        if state.sent is None or (state.rules is None and state.sent.asked is None):
-            return False
         old, rows = state.request_id, self.sent.goes_on(processor, state)
         if rows is None:
             return False
@@ -439,11 +438,9 @@ def _weakly(report: Report) -> Report:
 
 def capture_results(
     state: "RequestState", finish_reason: FinishReason | None
-) -> dict[str, CaptureResult] | None:
-    """The capture results of the completion output being made; None if it captures nothing."""
-    if state.capture is None:
-        return None
-    assert state.detokenizer is not None
+) -> dict[str, CaptureResult]:
+    """The capture results of the completion output being made, of a request that captures."""
+    assert state.capture is not None and state.detokenizer is not None
     only_new = state.output_kind == RequestOutputKind.DELTA
     most_rows = ALL_ROWS if state.rules is None else state.rules.most_rows
     answer = state.detokenizer.output_token_ids
