@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.support.plans import HIDDEN, SHAPE
 from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.frontend.request import contents
 from vllm.v1.interventions.frontend.request import memo as module
+from vllm.v1.interventions.frontend.request.contents import Contents
 from vllm.v1.interventions.frontend.request.memo import KEPT, VectorMemo
 from vllm.v1.interventions.plan import VectorSet
 from vllm.v1.interventions.vectors import parse_vectors, vector_set_of
@@ -94,8 +99,8 @@ def test_only_the_latest_are_kept() -> None:
 
 
 def test_only_so_many_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A float32 of it is kept as it came, as float64, and as the set has it."""
-    monkeypatch.setattr(module, "KEPT_BYTES", 2 * HIDDEN * (4 + 8 + 4))
+    """A float32 of it is kept as the set has it, and no second time."""
+    monkeypatch.setattr(module, "KEPT_BYTES", 2 * HIDDEN * 4)
     memo = VectorMemo()
     first, second = (parsed(memo, content(scale)) for scale in (1.0, 2.0))
     assert parsed(memo, content(1.0)) is first
@@ -130,8 +135,113 @@ def test_what_torch_cannot_compare_is_parsed_each_time() -> None:
         assert vectors["post_block", 1].tolist() == [1.0] * HIDDEN
 
 
-def test_lists_are_parsed_each_time() -> None:
-    """So are entries with a scale or positions of their own."""
+def test_entries_of_their_own_are_parsed_each_time() -> None:
     memo = VectorMemo()
-    for value in ([1.0] * HIDDEN, {"vector": torch.ones(HIDDEN), "scale": 2.0}):
-        assert parsed(memo, {"post_block": {1: value}}) is None
+    value = {"vector": torch.ones(HIDDEN), "scale": 2.0}
+    assert parsed(memo, {"post_block": {1: value}}) is None
+
+
+def test_lists_are_told_apart_by_types() -> None:
+    """A list that equals a known one is refused, if True stands where 1.0 stood."""
+    memo, numbers = VectorMemo(), [1.0] * HIDDEN
+    first = parsed(memo, {"post_block": {1: numbers}})
+    assert first is not None
+    assert parsed(memo, {"post_block": {1: list(numbers)}}) is first
+    whole = parsed(memo, {"post_block": {1: [1] * HIDDEN}})
+    assert whole == first and whole is not first
+    numbers[2] = True
+    with pytest.raises(InterventionError, match=r"post_block\.1\[2\]: must be a number"):
+        parsed(memo, {"post_block": {1: numbers}})
+
+
+LAYERS: list[Any] = [0, 1, 2, 3, "0", "-1", np.int64(1), "all", "0-1", (0, 3), 9]
+"""The last is out of range."""
+FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "float32": torch.Tensor.float,
+    "bfloat16": torch.Tensor.bfloat16,
+    "float16": torch.Tensor.half,
+    "float64": torch.Tensor.double,
+    "strided": lambda v: torch.stack([v, v], 1)[:, 0],
+    "strided bfloat16": lambda v: torch.stack([v, v], 1).bfloat16()[:, 0],
+    "gradient": lambda v: v.clone().requires_grad_(),
+    "gradient bfloat16": lambda v: v.bfloat16().requires_grad_(),
+    "parameter": torch.nn.Parameter,
+    "negative": lambda v: torch.complex(v, -v).conj().imag,
+    "numpy": lambda v: v.numpy().copy(),
+    "numpy half": lambda v: v.numpy().astype(np.float16),
+    "numpy double": lambda v: v.numpy().astype(np.float64),
+    "numpy long": lambda v: v.numpy().astype(np.longdouble),
+    "numpy swapped": lambda v: v.numpy().astype(">f4"),
+    "numpy strided": lambda v: v.double().numpy()[::-1],
+    "list": torch.Tensor.tolist,
+    "tuple": lambda v: tuple(v.tolist()),
+    "whole": lambda v: [*v.int().tolist()[:1], *v.tolist()[1:]],
+    "large": lambda v: [1 << 62] * len(v),
+}
+
+
+def generated(seed: int) -> dict[str, Any]:
+    """A tier as somebody may give it, now and then wrong."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    forms = rng.sample(sorted(FORMS), 1 + (rng.random() < 0.2))
+    value: dict[str, Any] = {}
+    for point in rng.sample(("pre_attn", "post_attn", "post_block"), rng.randint(1, 3)):
+        value[point] = {}
+        for layer in rng.sample(LAYERS, rng.choice([1, 1, 2, 3])):
+            width = HIDDEN + (rng.random() < 0.02)
+            numbers = torch.randn(width, generator=generator) * 10
+            if rng.random() < 0.03:
+                numbers[1] = rng.choice([float("nan"), float("inf"), 1e38])
+            value[point][layer] = FORMS[rng.choice(forms)](numbers)
+    return value
+
+
+def made(parse: Callable[[], Any]) -> Any:
+    """What is parsed, as the request goes on with it; or the error."""
+    try:
+        [(vectors, positions, vector_set)] = parse()
+    except InterventionError as error:
+        return str(error)
+    assert positions is None
+    rows = [(site, row.dtype, row.tolist()) for site, row in vectors.items()]
+    with np.errstate(over="ignore"):
+        return rows, vector_set or vector_set_of(vectors)
+
+
+def agree(seed: int) -> tuple[str, bool]:
+    """Assert that the memo makes of a tier what the parser makes, the first time and when it comes
+    again. Returns the error, and whether the memo knows the set."""
+    value, memo = generated(seed), VectorMemo()
+    right = made(lambda: [(*one, None) for one in parse_vectors(value, "v", SHAPE, SELECT)])
+    for _ in range(3):
+        assert made(lambda: memo.parse(value, "v", SHAPE, SELECT)) == right
+    return right if isinstance(right, str) else "", bool(memo._kept)
+
+
+def test_the_memo_makes_what_the_parser_makes() -> None:
+    seen = [agree(seed) for seed in range(800)]
+    errors = [error for error, _ in seen if error]
+    assert sum(known for _, known in seen) > 150
+    for said in ("finite", "out of range", "the model needs", "already given", "has no point"):
+        assert any(said in error for error in errors), said
+
+
+@pytest.mark.parametrize("broken", ["order", "bytes", "types"])
+def test_a_memo_that_reads_wrong_is_seen(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites in another order, bytes in the other order, whole numbers taken for floats."""
+    right = Contents.raw
+    if broken == "order":
+        monkeypatch.setattr(Contents, "raw", lambda self, order: right(self, sorted(order)))
+    elif broken == "bytes":
+
+        def swapped(self: Contents, order: Sequence[int]) -> bytes | None:
+            raw = right(self, order)
+            return raw and raw[::-1]
+
+        monkeypatch.setattr(Contents, "raw", swapped)
+    else:
+        monkeypatch.setattr(contents, "_FLOAT", 0xCF)
+    with pytest.raises((AssertionError, ValueError)):
+        for seed in range(800):
+            agree(seed)

@@ -2,7 +2,7 @@
 """Parser of steering vectors in requests: it checks them and composes nothing."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,34 @@ from vllm.v1.interventions.values import is_array
 
 Vectors = dict[Site, np.ndarray]
 """Site -> float64 [hidden], of all lanes [lanes * hidden], of z [heads * width]; scale applied."""
+AnyVectors = Mapping[Site, np.ndarray]
+"""`Vectors` that are there, or are made when they are asked for."""
+
+
+class RowsOf(AnyVectors):
+    """Vectors that are made float64 when they are asked for: few are, as a rule none.
+
+    Args:
+        places: site -> where its vector is in `numbers`.
+        numbers: float32 or float64, of all sites.
+    """
+
+    def __init__(self, places: Mapping[Site, slice], numbers: np.ndarray) -> None:
+        self._places, self._numbers = places, numbers
+
+    def __getitem__(self, site: Site) -> np.ndarray:
+        return self._numbers[self._places[site]].astype(np.float64)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it keeps of its own."""
+        return self._numbers.nbytes if self._numbers.flags.owndata else 0
 
 
 def parse_vectors(
@@ -128,18 +156,25 @@ def pack_float32(values: np.ndarray, path: str) -> bytes:
     return packed.tobytes()
 
 
-def vector_set_of(vectors: Vectors) -> VectorSet:
+def vector_set_of(vectors: AnyVectors) -> VectorSet:
     """Make a vector set of `vectors`, rounded once to float32."""
     sites = sorted(vectors, key=site_order)
     widths = tuple(len(vectors[site]) for site in sites)
     rows = np.concatenate([vectors[site] for site in sites]).astype(np.float32)
-    data, largest = rows.tobytes(), float(max(rows.max(), -rows.min()))
+    return packed_set(sites, widths, rows.tobytes(), float(max(rows.max(), -rows.min())))
+
+
+def packed_set(
+    sites: list[Site], widths: tuple[int, ...], data: bytes, largest: float
+) -> VectorSet:
+    """Make a vector set of `data`, in which sites are in the order of the stream; the others are as
+    `VectorSet` has them, `widths` of each site."""
     names = ",".join(f"{point}.{layer}" for point, layer in sites)
     widths = widths if len(set(widths)) > 1 else widths[:1]
     return VectorSet(digest_of(f"{widths};{names};", data), sites, data, largest, widths)
 
 
-def add_up(tiers: Iterable[Vectors]) -> Vectors:
+def add_up(tiers: Iterable[AnyVectors]) -> Vectors:
     """Sum vectors site by site, in float64."""
     total: Vectors = {}
     for tier in tiers:
@@ -154,7 +189,7 @@ def largest_sum(shape: TapShape) -> float:
     return float(torch.finfo(shape.torch_dtype).max) / 2
 
 
-def need_finite_sum(vectors: Vectors, path: str, shape: TapShape) -> None:
+def need_finite_sum(vectors: AnyVectors, path: str, shape: TapShape) -> None:
     """Raise ValueError if a sum of vectors is too large for the model's dtype."""
     for (point, layer), vector in vectors.items():
         if not np.abs(vector).max() <= largest_sum(shape):  # so that NaN is refused, too
@@ -167,7 +202,9 @@ def need_finite_sum(vectors: Vectors, path: str, shape: TapShape) -> None:
 def digest_of(text: str, data: bytes = b"") -> str:
     """Hex SHA-256 over canonical text and bytes."""
     # No free text, so no two things share canonical bytes.
-    return hashlib.sha256(text.encode() + data).hexdigest()
+    digest = hashlib.sha256(text.encode())
+    digest.update(data)  # apart: it may be megabytes, which would be copied
+    return digest.hexdigest()
 
 
 def norms_of(vector_set: VectorSet) -> dict[str, dict[int, float]]:

@@ -29,6 +29,7 @@ from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import site_order
 from vllm.v1.interventions.terms import Term
 from vllm.v1.interventions.vectors import (
+    AnyVectors,
     Vectors,
     add_up,
     digest_of,
@@ -46,7 +47,7 @@ Key = TypeVar("Key")
 class _Addition:
     """Vectors that came with the request."""
 
-    vectors: Vectors
+    vectors: AnyVectors
     positions: Positions
     vector_set: VectorSet | None
     """The set that `vectors` alone make; None if it is not made yet."""
@@ -100,7 +101,7 @@ class SegmentBuilder:
         }
 
     def add(
-        self, vectors: Vectors, positions: Positions, vector_set: VectorSet | None = None
+        self, vectors: AnyVectors, positions: Positions, vector_set: VectorSet | None = None
     ) -> None:
         """Add vectors at some positions."""
         if vectors:
@@ -261,19 +262,19 @@ class _Sums:
         acts = np.frombuffer(key, dtype=bool)
         own = [a for a, on in zip(self._builder.additions, acts, strict=False) if on]
         self._charge(sum(len(a.vectors) for a in own))
-        inline = add_up(a.vectors for a in own)
         acts = acts[len(self._builder.additions) :]
         shared = [s for s, on in zip(self._builder.shared, acts, strict=False) if on]
         acts = acts[len(self._builder.shared) :]
         on_heads = [part for part, on in zip(self._builder.on_heads, acts, strict=True) if on]
         factors: dict[Site, np.ndarray] = {}
+        vector_set = own[0].vector_set if len(own) == 1 and not on_heads else None
+        inline: AnyVectors = own[0].vectors if len(own) == 1 else add_up(a.vectors for a in own)
         if on_heads:
             if any(part.op.name == "scale" for part in on_heads):
                 # What modules add is scaled, too: it becomes a part of this request's own set.
                 self._charge(sum(len(s.vector_set.sites) for s in shared))
                 inline, shared = add_up([inline, *map(_scaled, shared)]), []
             inline, factors = self._act_on_heads(inline, on_heads)
-        vector_set = own[0].vector_set if len(own) == 1 and not on_heads else None
         if inline and vector_set is None:
             vector_set = vector_set_of(inline)
         bound = sum(abs(s.scale) * s.vector_set.largest for s in shared)
@@ -296,7 +297,7 @@ class _Sums:
         return vector_sum.digest
 
     def _act_on_heads(
-        self, vectors: Vectors, on_heads: list[_OnHeads]
+        self, vectors: AnyVectors, on_heads: list[_OnHeads]
     ) -> tuple[Vectors, dict[Site, np.ndarray]]:
         """Operations on heads in their order, after `vectors`: what is added to a row once it is
         multiplied, and the factor of each head where one is not 1 by itself."""
