@@ -7,7 +7,9 @@ and Python calls a request, without a model.
 
 The engine's own objects, in the order in which a request passes them. Stages:
 
+    render     the renderer makes an engine input of the prompt's tokens
     process    `InputProcessor.process_inputs`: the plan is made
+    register   the frontend's output processor takes the request in
     encode     the request becomes the message to the engine core, as its client encodes it
     decode     the engine core reads the message (without the socket)
     add        the engine core makes a `Request` of it, and the scheduler takes it in
@@ -38,12 +40,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.results import Row, Run, add_arguments, publish, setup
 
 POINTS = ("pre_attn", "post_attn", "post_block")
-STAGES = ("process", "encode", "decode", "add", "schedule")
+STAGES = ("render", "process", "register", "encode", "decode", "add", "schedule")
 CASES = ("plain", "own", "own bfloat16", "own rows", "object", "object bfloat16", "object numpy",
          "object list", "module")  # fmt: skip
 PROMPT = 16
@@ -114,6 +117,7 @@ class Host:
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.input_processor import InputProcessor
+        from vllm.v1.interventions.frontend.results.outputs import CaptureOutputs
         from vllm.v1.interventions.shape import LayerShape, TapShape
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
         from vllm.v1.steering.modules import parse_module
@@ -142,6 +146,8 @@ class Host:
         steering = self.config.steering_config
         self.module = parse_module(value, MODULE, self.config.tap_shape, steering)
         self.inputs.modules.state.modules[MODULE] = self.module
+        link: Any = SimpleNamespace(places=[], post=self.fields)  # nothing is captured
+        self.captures = CaptureOutputs(self.config, link, self.inputs)
         self._content = torch.randn(len(POINTS), layers, hidden)
 
     def rows(self, values: Any) -> dict[str, dict[int, Any]]:
@@ -182,7 +188,12 @@ class Host:
             around: called with a stage's name, makes a context in which the stage runs.
         """
         from vllm import SamplingParams
+        from vllm.renderers.inputs.preprocess import extract_prompt_components, parse_model_prompt
+        from vllm.v1.engine.output_processor import OutputProcessor
 
+        renderer = self.inputs.renderer
+        outputs = OutputProcessor(None, log_stats=False)
+        outputs.captures = self.captures
         scheduler, add = self._core()
         asked = self.fields(case, requests)
         params = [SamplingParams(max_tokens=8, detokenize=False, **each) for each in asked]
@@ -197,10 +208,16 @@ class Host:
 
         # One after the other, as they come; no more than one message is there at a time.
         for i, each in enumerate(params):
-            prompt: Any = {"type": "token", "prompt_token_ids": [i % 200 + 1] * PROMPT}
+            asked_prompt: Any = {"prompt_token_ids": [i % 200 + 1] * PROMPT}
+            with stage("render"):
+                parsed = parse_model_prompt(self.config.model_config, asked_prompt)
+                [prompt] = renderer.render_cmpl([parsed], renderer.default_cmpl_tok_params)
             with stage("process"):
                 made = self.inputs.process_inputs(f"{case} {i}", prompt, each, ("generate",))
                 self.inputs.assign_request_id(made)
+            with stage("register"):
+                text, _, _ = extract_prompt_components(self.config.model_config, prompt)
+                outputs.add_request(made, text, None, 0)
             with stage("encode"):
                 message: Any = self.encoder.encode(made)
             sent = [bytes(message[0]), *message[1:]]

@@ -129,8 +129,8 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     @property
     def module_digests(self) -> set[str]:
         """The digests of the vector sets of `sums` that are not in `sets`."""
-        used = {digest for vector_sum in self.sums for digest, _ in vector_sum.sets}
-        return used - {vector_set.digest for vector_set in self.sets}
+        brought = {vector_set.digest for vector_set in self.sets} if self.sets else ()
+        return {d for vector_sum in self.sums for d, _ in vector_sum.sets if d not in brought}
 
 
 def plain_plan(num_prompt_tokens: int) -> SteeringPlan:

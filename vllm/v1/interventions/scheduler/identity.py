@@ -2,6 +2,7 @@
 """Contribution of steering to the identity of a request's prefix-cache blocks."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -27,6 +28,10 @@ NO_GLOBALS = Era(0, (), ())
 """The era of an engine whose global tiers were never set."""
 
 
+_NEVER_SET = [NO_GLOBALS]
+_UNSTEERED = [(0, UNSTEERED)]
+
+
 class BlockIdentity:
     """Segments of a request by what acts in them, (first position, digest), and block keys made
     of them.
@@ -38,16 +43,18 @@ class BlockIdentity:
 
     def __init__(self, plan: SteeringPlan | None, num_prompt_tokens: int) -> None:
         self._prompt = num_prompt_tokens
-        self._own = [(0, UNSTEERED, UNSTEERED), (num_prompt_tokens, UNSTEERED, UNSTEERED)]
         self._sums = {} if plan is None else {each.digest: each for each in plan.sums}
         self._rows: dict[tuple[str, tuple[str, ...]], str] = {}
         self._inherits = plan is None or plan.inherit
-        if plan is not None:
-            self._own = [
-                (s.first, s.vector_sum, _join(s.program, *filter(None, [s.focus_key])))
-                for s in plan.segments
-            ]
-        self._eras = [NO_GLOBALS]
+        self._eras = _NEVER_SET
+        if plan is None:
+            self._own = [(0, UNSTEERED, UNSTEERED), (num_prompt_tokens, UNSTEERED, UNSTEERED)]
+            self._segments = _UNSTEERED  # as they are merged, and a new list is not needed
+            return
+        self._own = [
+            (s.first, s.vector_sum, _join(s.program, s.focus_key) if s.focus_key else s.program)
+            for s in plan.segments
+        ]
         self._segments = self._merged()
 
     @property
@@ -64,7 +71,7 @@ class BlockIdentity:
         return self._set([e for e in self._eras if e.first < eras[0].first] + eras)
 
     def _set(self, eras: list[Era]) -> bool:
-        if not self._inherits:
+        if not self._inherits or eras == self._eras:
             return False
         self._eras = eras
         before, self._segments = self._segments, self._merged()
@@ -74,6 +81,17 @@ class BlockIdentity:
         """The segments, neighbours of equal digest made one: turn 2 of a steered chat finds the
         blocks of turn 1, though its prompt ends elsewhere."""
         merged: list[tuple[int, str]] = []
+        for start, here in self._own_alone() if self._eras == _NEVER_SET else self._in_eras():
+            if not merged or merged[-1][1] != here:
+                merged.append((start, here))
+        return merged
+
+    def _own_alone(self) -> list[tuple[int, str]]:
+        """What acts from where on without global tiers: as `_in_eras`, in fewer steps."""
+        return [(first, _join(row, ops, UNSTEERED)) for first, row, ops in self._own]
+
+    def _in_eras(self) -> Iterator[tuple[int, str]]:
+        """Yield what acts from where on: first position, digest."""
         own_ends = [first for first, _, _ in self._own[1:]] + [sys.maxsize]
         era_ends = [era.first for era in self._eras[1:]] + [sys.maxsize]
         for (first, vector_sum, ops), end in zip(self._own, own_ends, strict=True):
@@ -82,10 +100,7 @@ class BlockIdentity:
                 if start >= min(end, era_end):
                     continue
                 added = era.prefill if start < self._prompt else era.decode
-                here = _join(self._row(vector_sum, added), ops, era.nonce)
-                if not merged or merged[-1][1] != here:
-                    merged.append((start, here))
-        return merged
+                yield start, _join(self._row(vector_sum, added), ops, era.nonce)
 
     def _row(self, vector_sum: str, tiers: tuple[str, ...]) -> str:
         """The digest of a row of the steering table: of what its workers add up, in their order,

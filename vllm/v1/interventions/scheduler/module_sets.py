@@ -84,7 +84,7 @@ class ModuleSets:
         """
         if plan is None or plan.steering is None:
             return plan
-        if not (wanted := plan.steering.module_digests):
+        if not plan.steering.sums or not (wanted := plan.steering.module_digests):
             return plan
         # Looked up once: another thread may drop one.
         found = {digest: self._sets.get(digest) for digest in sorted(wanted)}

@@ -3,7 +3,7 @@
 
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import neg
 from typing import Generic, TypeVar
 
@@ -59,6 +59,10 @@ class Pool(Generic[T]):
     def in_use(self) -> int:
         """Rows that admitted requests hold."""
         return self.size - len(self._free) - len(self._unused)
+
+    def has(self, digests: Iterable[str]) -> bool:
+        """Tell whether some contents have their rows already."""
+        return self._placed.keys() >= set(digests)
 
     def fits(self, wanted: Mapping[str, T]) -> bool:
         """Tell whether all of `wanted`, digest -> content, has rows now, and can be sent in the
@@ -146,16 +150,20 @@ class VectorSets:
 
     def fits(self, sets: list[VectorSet]) -> bool:
         """Tell whether those of `sets` that the workers lack can be sent in the coming step."""
-        num_bytes = sum(len(each.data) for each in sets if each.digest not in self._held)
+        new = [each for each in sets if each.digest not in self._held]
+        num_bytes = sum([len(each.data) for each in new]) if new else 0
         return not _is_too_much(num_bytes, self._new_bytes)
 
     def hold(self, slot: int, sets: list[VectorSet]) -> None:
         """Hold the sets of a slot's sum in place of those that it held before."""
+        digests, before = [vector_set.digest for vector_set in sets], self._in_slot.get(slot, [])
+        if digests == before:
+            return
         for vector_set in sets:
             self._use(vector_set)
-        for digest in self._in_slot.get(slot, ()):
+        for digest in before:
             self._leave(digest)
-        self._in_slot[slot] = [vector_set.digest for vector_set in sets]
+        self._in_slot[slot] = digests
 
     def _use(self, vector_set: VectorSet) -> None:
         self._uses[vector_set.digest] += 1

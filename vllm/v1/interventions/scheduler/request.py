@@ -179,6 +179,8 @@ class RequestInterventions:
 
 def _first_latching(steering: SteeringPlan) -> int:
     """Return the position at which the first gate that latches begins to."""
+    if not steering.programs:
+        return sys.maxsize
     begin = {program.digest for program in steering.programs if program.begins}
     return min((s.first for s in steering.segments if s.program in begin), default=sys.maxsize)
 

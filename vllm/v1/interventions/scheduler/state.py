@@ -10,7 +10,7 @@ import msgspec
 from vllm.v1.interventions.global_state import LEARNED_KINDS, Change, Globals, Key
 from vllm.v1.interventions.messages import GlobalTiers
 from vllm.v1.interventions.plan import TIERS
-from vllm.v1.interventions.scheduler.identity import Era
+from vllm.v1.interventions.scheduler.identity import NO_GLOBALS, Era
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.vectors import (
     add_up,
@@ -104,6 +104,8 @@ class GlobalState:
     def era(self, first: int, nonce: str = "") -> Era:
         """The era of positions from `first` on that run under this state."""
         tiers = self.contents.tiers
+        if not (tiers or first or nonce):
+            return NO_GLOBALS
         prefill, decode = (
             tuple(tiers[tier].digest for tier in names if tier in tiers)
             for names in PHASE_TIERS.values()

@@ -2,6 +2,7 @@
 """Scheduler side of the workers' tables: the rows that requests hold, and what is sent of them."""
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,6 +35,8 @@ from vllm.v1.interventions.plan import (
 from vllm.v1.interventions.scheduler.pools import Pool, VectorSets
 from vllm.v1.interventions.terms import Term
 
+_Wanted = list[tuple[Pool[Any], Mapping[str, Any]]]
+
 
 class _Program(NamedTuple):
     """A program of one request."""
@@ -44,6 +47,12 @@ class _Program(NamedTuple):
     """The key of the request's program that decides gates; `UNSTEERED` if none does."""
     latch_owner: str
     """The key of a program of the request at which a gate begins to latch, likewise."""
+
+
+class _Asked(NamedTuple):
+    request_id: str
+    plan: Plan
+    wanted: _Wanted
 
 
 class Tables:
@@ -68,9 +77,20 @@ class Tables:
         self._pools = self.sums, self.terms, self.programs, self.focus, self.matrices
         self._sets = VectorSets()
         self._has_new = False
+        self._asked: _Asked | None = None
+        """The last request that was asked about: as a rule it is admitted next."""
 
-    def _wanted(self, request_id: str, plan: Plan) -> Iterator[tuple[Pool[Any], Mapping[str, Any]]]:
-        """Yield the contents that a plan needs of each pool, digest -> content."""
+    def _wanted(self, request_id: str, plan: Plan) -> _Wanted:
+        """Return the contents that a plan needs of each pool, digest -> content."""
+        asked = self._asked
+        if asked is None or asked.plan is not plan or asked.request_id != request_id:
+            asked = _Asked(request_id, plan, list(self._wanted_of(request_id, plan)))
+            self._asked = asked
+        return asked.wanted
+
+    def _wanted_of(
+        self, request_id: str, plan: Plan
+    ) -> Iterator[tuple[Pool[Any], Mapping[str, Any]]]:
         steering, capture = plan.steering, plan.capture
         if steering is not None and steering.sums:
             inherit = steering.inherit
@@ -91,16 +111,23 @@ class Tables:
 
     def fits(self, request_id: str, plan: Plan) -> bool:
         """Tell whether all that a plan needs has rows now, and can be sent in the coming step."""
-        sets = [] if plan.steering is None else plan.steering.sets
-        wanted = self._wanted(request_id, plan)
-        return self._sets.fits(sets) and all(pool.fits(contents) for pool, contents in wanted)
+        steering = plan.steering
+        if steering is not None:
+            if plan.capture is None and not (steering.programs or steering.focus_programs):
+                keys = [_sum_key(each.digest, steering.inherit) for each in steering.sums]
+                if self.sums.has(keys):
+                    return True
+            if not self._sets.fits(steering.sets):
+                return False
+        return all(pool.fits(contents) for pool, contents in self._wanted(request_id, plan))
 
     def reserve(self, request_id: str, plan: Plan) -> None:
         """Take the rows that `fits` promised."""
         self._has_new = True
         for pool, contents in self._wanted(request_id, plan):
             pool.reserve(request_id, contents)
-        if plan.steering is not None:
+        self._asked = None
+        if plan.steering is not None and plan.steering.sums:
             sets = {each.digest: each for each in plan.steering.sets}
             for vector_sum in plan.steering.sums:
                 slot = self.sums.row(_sum_key(vector_sum.digest, plan.steering.inherit))
@@ -108,6 +135,7 @@ class Tables:
 
     def release(self, request_id: str) -> None:
         """Give back what an ended request holds, whether or not it was ever admitted."""
+        self._asked = None
         for pool in self._pools:
             pool.release(request_id)
 
@@ -122,19 +150,16 @@ class Tables:
         steering, capture = plan.steering or plain_plan(num_prompt_tokens), plan.capture
         segments, inherit = steering.segments, steering.inherit
         alone = GLOBALS_ALONE if inherit and tiers else NOTHING
-        slots = [
-            self.sums.row(_sum_key(s.vector_sum, inherit)) if s.vector_sum else alone
-            for s in segments
-        ]
+        firsts, rows = [], []
+        for s in segments:
+            slot = self.sums.row(_sum_key(s.vector_sum, inherit)) if s.vector_sum else alone
+            firsts.append(s.first)
+            rows.append(table_row(slot, generated=s.first >= num_prompt_tokens))
+        if capture is None and not (steering.programs or steering.focus_programs):
+            return _sums_alone(tuple(firsts), tuple(rows))
         return WorkerRequest(
-            firsts=np.array([s.first for s in segments], dtype=np.int64),
-            table_rows=np.array(
-                [
-                    table_row(slot, generated=s.first >= num_prompt_tokens)
-                    for slot, s in zip(slots, segments, strict=True)
-                ],
-                dtype=np.int32,
-            ),
+            firsts=np.array(firsts, dtype=np.int64),
+            table_rows=np.array(rows, dtype=np.int32),
             programs=np.array(
                 [self.programs.row(_own_key(request_id, s.program)) for s in segments],
                 dtype=np.int32,
@@ -185,6 +210,16 @@ class Tables:
         self._sets.restore()
         for pool in self._pools:
             pool.restore()
+
+
+@lru_cache(256)
+def _sums_alone(firsts: tuple[int, ...], table_rows: tuple[int, ...]) -> WorkerRequest:
+    """A request without operations and captures: many are alike, and share one."""
+    return WorkerRequest(
+        firsts=np.array(firsts, dtype=np.int64),
+        table_rows=np.array(table_rows, dtype=np.int32),
+        programs=np.zeros(len(firsts), dtype=np.int32),
+    )
 
 
 def _sum_key(digest: str, inherit: bool) -> str:

@@ -149,7 +149,7 @@ def _has_names(params: SamplingParams, config: "VllmConfig") -> bool:
     """Tell whether fields of ours may hold what is another tool's."""
     if params.capture is not None and any(door.of_capture for door in _open(config)):
         return True
-    return spec_of(params.steering) is not None
+    return params.steering is not None and spec_of(params.steering) is not None
 
 
 def is_asked(params: Any, config: "VllmConfig") -> bool:

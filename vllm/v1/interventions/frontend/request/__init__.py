@@ -6,6 +6,7 @@ plan_threads.py  threads in which a server makes plans, off its event loop
 steering.py      the steering fields of a request
 focus.py         the operation `focus` of a request
 memo.py          vectors and captures that several requests share, parsed once
+module_plans.py  plans of modules alone, made once for all prompts of a length
 contents.py      the numbers of a tier's arrays or lists, all at once
 segments.py      cuts a request's positions into runs in which the same vectors act
 capture.py       the `capture` field of a request

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frontend: what the names in `steering_modules` mean at this moment, and vectors without one."""
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ import msgspec
 
 from vllm.v1.features.autoencoder import opened
 from vllm.v1.interventions.frontend.request.memo import CaptureMemo, VectorMemo
+from vllm.v1.interventions.frontend.request.module_plans import ModulePlans
 from vllm.v1.interventions.given_rules import GivenRule
 from vllm.v1.interventions.global_state import Change, Globals, startup_state
 from vllm.v1.interventions.plan import SteeringPlan, VectorSet
@@ -28,6 +29,7 @@ class ModuleCatalog:
         self.vectors = VectorMemo()
         """Memo of the vectors that requests brought along, in place of a module's name."""
         self.captures = CaptureMemo()
+        self.plans = ModulePlans()
         # At the start, as it takes seconds a gigabyte: requests are planned beside others.
         for file in config.steering_config.feature_files.values():
             opened(file.path, file.point)
@@ -36,6 +38,9 @@ class ModuleCatalog:
         """State of which plans are made. A change puts another in its place: threads read it."""
         self._lock = Lock()
         """Held while the state is loaded, or another takes its place."""
+        self._sets: tuple[Globals | None, dict[str, VectorSet]] = None, {}
+        """A state, and the vector sets of all its modules by digest: each request that names a
+        module asks for some."""
         self.changes = 0
         """Number of changes of the engine core's state that are known here."""
         self.applied = 0
@@ -79,9 +84,24 @@ class ModuleCatalog:
             Each with what errors name as the reason why it acts.
         """
         state, names = self._acting, self._config.steering_config.default_steering_modules
+        if not (names or state.ops):
+            return []
         acting = [n for n in names if n in state.modules and n not in besides]
         named = [("default_steering_modules", state.modules[name]) for name in acting]
         return named + [("llm.steering.set", module) for module in state.ops.values()]
+
+    def acting(self, names: Iterable[Any]) -> list[str | None]:
+        """Return the digests of what some names mean, None for a name that means nothing, and then
+        those of the modules that act by default.
+
+        Args:
+            names: each alone, or with a scale behind it.
+        """
+        known, digests = self.state.modules, list[str | None]()
+        for name in names:
+            module = known.get(name if type(name) is str else name[0])
+            digests.append(None if module is None else module.digest)
+        return [*digests, *(module.digest for _, module in self.defaults())]
 
     @property
     def rules(self) -> list[GivenRule]:
@@ -97,9 +117,13 @@ class ModuleCatalog:
         has any more."""
         if steering is None or not (wanted := steering.module_digests):
             return {}
-        modules = [*self.state.modules.values(), *self.state.ops.values()]
-        sets = [vector_set for module in modules for vector_set in module.phases.values()]
-        return {each.digest: each for each in sets if each.digest in wanted}
+        state, (indexed, known) = self.state, self._sets
+        if indexed is not state or not wanted <= known.keys():
+            modules = [*state.modules.values(), *state.ops.values()]
+            sets = [vector_set for module in modules for vector_set in module.phases.values()]
+            known = {each.digest: each for each in sets}
+            self._sets = state, known
+        return {digest: known[digest] for digest in wanted if digest in known}
 
     def told(self) -> dict[str, bytes]:
         """Return `Module.told` of each module, by name, sorted."""
@@ -131,6 +155,7 @@ class ModuleCatalog:
             old = self.state
             with self._lock:
                 self._state = change.applied(self._state or old)
+                self._sets = None, {}
                 self.applied += 1
                 self._offer(self._state)
 

@@ -173,6 +173,30 @@ def resolve(
     assert final_params is not None and final_params.max_tokens is not None
     if final_params.max_tokens > MOST_TOKENS:
         reject("max_tokens", f"with {field}, must be at most {MOST_TOKENS}")
+    asked = params, final_params.max_tokens, given, field, config, tokenizer, modules, num_prompts
+    if config.capture_config.captures_all or modules.rules:
+        return _made(*asked)
+    make = partial(_made, *asked)
+    return modules.plans.plan(
+        params, given, final_params.max_tokens, num_prompts, modules.acting, make
+    )
+
+
+def _made(
+    params: SamplingParams,
+    max_tokens: int,
+    given: dict[str, Any],
+    field: str,
+    config: "VllmConfig",
+    tokenizer: TokenizerLike | None,
+    modules: ModuleCatalog,
+    num_prompts: int,
+) -> Plan:
+    """Make the plan, as of `resolve`.
+
+    Args:
+        field: what asks for it, for errors.
+    """
     n = params.n or 1
     work = Work(config.steering_config.max_request_work, n, num_prompts)
     embeds, embedded = given.get("prompt_embeds"), NOWHERE
@@ -182,7 +206,7 @@ def resolve(
     media = Media(given.get("mm_placeholders") or {}, embedded)
     prompt = Prompt(
         token_ids,
-        final_params.max_tokens,
+        max_tokens,
         tokenizer,
         work,
         given.get(TURNS),
@@ -192,7 +216,7 @@ def resolve(
     shape = config.tap_shape
     steering = capture = None
     asked = any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT))
-    if asked or defaults:
+    if asked or modules.defaults():
         steered = need_steering(config, field)
         steering = steering_plan(params, prompt, config.steering_config, steered, modules)
     judged = params.rules is not None or bool(modules.rules)
