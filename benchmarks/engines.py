@@ -25,6 +25,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -182,6 +183,23 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def environment_of(tree: str, stock: bool) -> dict[str, str]:
+    """The environment of a process whose vLLM is that of a tree.
+
+    Args:
+        tree: the folder that vLLM is imported from, before all others; "" for ours.
+        stock: whether that is upstream's own. The plug-ins of other folders are left out then: the
+            packages that it needs may lie beside ours, whose plug-in looks for files of ours.
+    """
+    path = [tree, os.environ.get("PYTHONPATH", ""), str(ROOT)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    if stock:
+        own = [dist.entry_points for dist in metadata.distributions(path=[tree])]
+        names = {entry.name for found in own for entry in found if "plugins" in entry.group}
+        environment["VLLM_PLUGINS"] = ",".join(sorted(names))
+    return environment
+
+
 class Engines:
     """The engines' processes. Leaving the `with` block ends them."""
 
@@ -212,9 +230,7 @@ class Engines:
 
     def _launch(self, name: str, start: Start) -> None:
         ours, theirs = Pipe()
-        environment = dict(os.environ)
-        path = [start.tree, os.environ.get("PYTHONPATH", ""), str(ROOT)]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        environment = environment_of(start.tree, start.stock)
         if start.tree:
             # Neither tree may find what the other compiled.
             cache = os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))

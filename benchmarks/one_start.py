@@ -41,6 +41,26 @@ class Arm:
     options: Options = lambda layers, folder: {}
 
 
+HEADS: dict[str, Any] = {
+    "enable_steering": True,
+    "steering_families": ["add", "focus"],
+    "capture_consumers": ["inline"],
+    "capture_points": ["pre_attn", "post_attn", "post_block", "q", "z"],
+}
+"""Options of an engine that focuses, and reads attention."""
+
+
+def _everything(layers: int, folder: str) -> dict[str, Any]:
+    from vllm.config.points import CAPTURE_POINTS
+
+    return {
+        **HEADS,
+        "steering_families": ["all", "focus"],
+        "capture_points": [*CAPTURE_POINTS],
+        "capture_consumers": ["inline", f"filesystem:root={folder}"],
+    }
+
+
 ARMS = {
     "stock": Arm("stock"),
     "off": Arm("ours"),
@@ -56,9 +76,14 @@ ARMS = {
             "single_variant": True,
         },
     ),
+    "attention + focus": Arm("ours", lambda layers, folder: HEADS),
+    "everything": Arm("ours", _everything),
     "extract_hidden_states": Arm("stock", _extraction),
 }
 """The last one keeps the streams after all layers."""
+
+CASES = ("stock", "off", "attention + focus", "everything", "single variant")
+"""The arms that are started unless others are named."""
 
 
 @dataclass

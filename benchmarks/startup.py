@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time that an engine takes to start and what memory it then has: off, enabled, and upstream's.
 
-    python -m benchmarks.startup --models DIR ... --stock DIR [--warm 2] [--json FILE]
+    python -m benchmarks.startup --models DIR ... --stock DIR [--cases CASE ...] [--rounds 1]
+        [--warm 1] [--json FILE [--add]]
 
-For each model and arm: a start with empty compile caches, then --warm starts with what the first
-one left there. Each is a process of its own (one_start.py), one after the other; with --at-once the
-first starts of a model's arms run side by side, and share the processors. The key-value cache has
+In each round, for each model and case: a start with empty compile caches, then --warm starts with
+what the first one left there. Each is a process of its own (one_start.py), one after the other, and
+the cases take turns; with --at-once the first starts of a model's cases run side by side, and share
+the processors. A round that the --budget ends counts for nothing. With --add the rounds are put to
+those that FILE has: where commands may not take long, run one for each. The key-value cache has
 the same bytes in all arms, so that what differs in memory is the arm's. A start is from the call of
 `LLM(...)` to the first token; imports are apart. Phases are what the engine's log says. Compiled
 code is kept as upstream does with its own torch, 2.13, where a host's torch is older, too
@@ -16,7 +19,7 @@ from a disk is not what is measured.
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import re
 import shutil
 import statistics
@@ -25,9 +28,11 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.one_start import ARMS, Start, arguments
+from benchmarks.engines import environment_of
+from benchmarks.one_start import ARMS, CASES, Start, arguments
 from benchmarks.results import Row, Run, add_arguments, publish, setup
 
 SUMMED = {
@@ -70,13 +75,26 @@ def phases(log: str) -> Phases:
 
 
 class Starts:
-    """The starts of one arm on one model."""
+    """The starts of one case on one model."""
 
     def __init__(self, args: argparse.Namespace, model: Path, arm: str, until: float) -> None:
         self._args, self._model, self._arm, self._until = args, model, arm, until
-        self._caches = Path(tempfile.mkdtemp(prefix="startup-", dir=args.caches))
-        self.done: list[tuple[Start, Phases]] = []
+        self._caches = Path()
+        self._round: list[tuple[Start, Phases]] = []
+        self.rounds: list[list[tuple[Start, Phases]]] = []
+        """The starts of each round, the first one's before the warm ones'."""
         self.failed = ""
+
+    def begin(self) -> None:
+        """Begin a round, with empty caches."""
+        self._caches = Path(tempfile.mkdtemp(prefix="startup-", dir=self._args.caches))
+        self._round = []
+
+    def end(self) -> None:
+        """End a round; one that failed is left out."""
+        shutil.rmtree(self._caches, ignore_errors=True)
+        if not self.failed:
+            self.rounds.append(self._round)
 
     def start(self, number: int) -> None:
         """Start number 0 finds empty caches."""
@@ -88,31 +106,26 @@ class Starts:
             return
         if logs := self._args.logs:
             logs.mkdir(parents=True, exist_ok=True)
-            name = f"{self._model.name}-{self._arm.replace(' ', '')}-{number}.log"
+            name = (
+                f"{self._model.name}-{self._arm.replace(' ', '')}-{len(self.rounds)}-{number}.log"
+            )
             (logs / name).write_text(ended.stdout)
         found = Start.find(ended.stdout)
         if found is None:
             print(ended.stdout[-6000:], file=sys.stderr)
-            last = (ended.stdout.strip().splitlines() or ["nothing printed"])[-1]
-            self.failed = f"start {number}: exit status {ended.returncode}: {last}"
+            self.failed = f"start {number}: exit status {ended.returncode}: {_cause(ended.stdout)}"
             return
-        self.done.append((found, phases(ended.stdout)))
+        self._round.append((found, phases(ended.stdout)))
         seconds = " ".join(f"{name} {value:.1f}" for name, value in found.seconds.items())
         print(f"{self._model.name}, {self._arm}, start {number}: {seconds}", flush=True)
-
-    def clean(self) -> None:
-        shutil.rmtree(self._caches, ignore_errors=True)
 
     def _process(self) -> subprocess.CompletedProcess[str] | None:
         """To its end, or None if there was no time for that."""
         args, caches = self._args, self._caches
-        path = [os.environ.get("PYTHONPATH", ""), os.getcwd()]
-        if ARMS[self._arm].tree == "stock":
-            path.insert(0, str(args.stock.absolute()))
+        stock = ARMS[self._arm].tree == "stock"
         environment = {
             "VLLM_USE_MEGA_AOT_ARTIFACT": "1",
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            **environment_of(str(args.stock.resolve()) if stock else "", stock),
             "VLLM_CACHE_ROOT": str(caches / "vllm"),
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
             "TRITON_CACHE_DIR": str(caches / "triton"),
@@ -140,18 +153,20 @@ class Starts:
         """
         at = {"model": self._model.name}
         rows = []
-        first, warm = self.done[:1], self.done[1:]
+        first = [starts[0] for starts in self.rounds]
+        warm = [start for starts in self.rounds for start in starts[1:]]
+        done = [start for starts in self.rounds for start in starts]
         cold = "first start" if alone else "first start, side by side"
         for quantity, starts in ((cold, first), ("warm start", warm)):
             if starts:
                 times = [s.seconds["engine"] + s.seconds["first token"] for s, _ in starts]
                 facts = _medians([{**s.seconds, **phase} for s, phase in starts])
                 rows.append(Row(self._arm, quantity, "s", times, at, facts))
-        memory = _medians([start.memory for start, _ in self.done])
+        memory = _medians([start.memory for start, _ in done])
         facts = {name: size for name, size in memory.items() if name not in FROM_MEMORY}
         for name, quantity in FROM_MEMORY.items():
             if name in memory:
-                measured = self.done if alone or name != "device memory" else warm
+                measured = done if alone or name != "device memory" else warm
                 sizes = [start.memory[name] for start, _ in measured]
                 if not sizes:
                     continue
@@ -164,6 +179,29 @@ def _medians(found: list[Phases]) -> Phases:
     """Of each name that all have."""
     names = [name for name in found[0] if all(name in other for other in found)]
     return {name: statistics.median(other[name] for other in found) for name in names}
+
+
+def _cause(log: str) -> str:
+    """The line of a log that says why a start failed: the last that names an error."""
+    lines = log.strip().splitlines() or ["nothing printed"]
+    errors = [line for line in lines if re.search(r"(Error|Exception|SystemExit)\b", line)]
+    return (errors or lines)[-1]
+
+
+def onto(file: Path | None, rows: list[Row]) -> list[Row]:
+    """The rows, with the rounds before that a file has of them."""
+    if file is None or not file.exists():
+        return rows
+    known = {
+        (row["case"], row["quantity"], *row["at"].items()): row["values"]
+        for row in json.loads(file.read_text())["rows"]
+    }
+    return [
+        replace(
+            row, values=[*known.get((row.case, row.quantity, *row.at.items()), []), *row.values]
+        )
+        for row in rows
+    ]
 
 
 def added(rows: list[Row], baseline: str) -> list[Row]:
@@ -181,34 +219,45 @@ def added(rows: list[Row], baseline: str) -> list[Row]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--models", type=Path, nargs="+", required=True)
-    parser.add_argument("--stock", type=Path, required=True, help="upstream's tree, unpatched")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--warm", type=int, default=2, help="starts after the first one")
+    parser.add_argument("--stock", type=Path, help="upstream's tree, unpatched")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(ARMS))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--warm", type=int, default=1, help="starts of a round after the first one")
     parser.add_argument("--at-once", action="store_true", help="first starts side by side")
     parser.add_argument("--budget", type=float, default=570, help="seconds, of all")
     parser.add_argument("--caches", type=Path, help="a folder for compile caches (default: /tmp)")
     parser.add_argument("--logs", type=Path, help="a folder to leave the engines' logs in")
+    parser.add_argument("--add", action="store_true", help="put the rounds to those of --json")
     add_arguments(parser)
     args = parser.parse_args()
+    if args.stock is None:
+        args.cases = [case for case in args.cases if ARMS[case].tree != "stock"]
     until = time.monotonic() + args.budget
-    rows, failed = [], {}
-    for model in args.models:
-        arms = {arm: Starts(args, model, arm, until) for arm in args.arms}
-        with ThreadPoolExecutor(len(arms) if args.at_once else 1) as pool:
-            list(pool.map(lambda starts: starts.start(0), arms.values()))
-        for number in range(1, 1 + args.warm):
-            for starts in arms.values():
-                starts.start(number)
-        for arm, starts in arms.items():
-            starts.clean()
-            if starts.failed:
-                failed[f"{model.name}, {arm}"] = starts.failed
-            if starts.done:
-                rows += starts.rows(alone=not args.at_once)
+    every = [(m, arm, Starts(args, m, arm, until)) for m in args.models for arm in args.cases]
+    for _ in range(args.rounds):
+        for model in args.models:
+            turn_of([starts for m, _, starts in every if m == model], args)
+    rows = [row for _, _, starts in every if starts.rounds for row in starts.rows(not args.at_once)]
+    failed = {f"{m.name}, {arm}": starts.failed for m, arm, starts in every if starts.failed}
+    if args.add:
+        rows = onto(args.json, rows)
     models = {model.name: (model / "config.json").read_text().strip() for model in args.models}
     told = setup(args, dtype="bfloat16", failed=failed) | {"models": models}
     told["options"]["models"] = list(models)
     publish(Run("startup", told, added(rows, "stock"), paired=False), args.json)
+
+
+def turn_of(cases: list[Starts], args: argparse.Namespace) -> None:
+    """A round of all cases of a model."""
+    for starts in cases:
+        starts.begin()
+    with ThreadPoolExecutor(len(cases) if args.at_once else 1) as pool:
+        list(pool.map(lambda starts: starts.start(0), cases))
+    for number in range(1, 1 + args.warm):
+        for starts in cases:
+            starts.start(number)
+    for starts in cases:
+        starts.end()
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class BlockIdentity:
         return merged
 
     def _own_alone(self) -> list[tuple[int, str]]:
-        """What acts from where on without global tiers: as `_in_eras`, in fewer steps."""
+        """Return what `_in_eras` yields where global tiers were never set, in fewer steps."""
         return [(first, _join(row, ops, UNSTEERED)) for first, row, ops in self._own]
 
     def _in_eras(self) -> Iterator[tuple[int, str]]:
