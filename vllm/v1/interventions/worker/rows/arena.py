@@ -65,6 +65,15 @@ class Leaving(NamedTuple):
     """True if the forward goes on for long after the last of these sites."""
 
 
+def _zeros(rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros of a `dtype` on the device: [rows, hidden]. On a CPU a page is in memory once it is
+    written: a start does not wait for a gigabyte of them."""
+    if device.type != "cpu":
+        return torch.zeros(rows, hidden, dtype=dtype, device=device)
+    pages = np.zeros(rows * hidden * dtype.itemsize, np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(rows, hidden)
+
+
 class CaptureArena:
     """The arena, in which the taps of a worker leave captured rows.
 
@@ -117,7 +126,7 @@ class CaptureArena:
         """Number of rows of the arena, on a worker that captures."""
         if self.fills:
             rows = self.most_rows
-        self.arena = torch.zeros(rows, hidden, dtype=shape.torch_dtype, device=device)
+        self.arena = _zeros(rows, hidden, shape.torch_dtype, device)
         """[rows, hidden]."""
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
         self._row_map = RowMap(len(sites), max_tokens, device)
