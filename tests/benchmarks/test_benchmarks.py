@@ -61,6 +61,12 @@ def test_capture_host(tmp_path: Path) -> None:
     assert cases(tmp_path / "b.json") == cases(tmp_path / "a.json")
 
 
+def test_admission(tmp_path: Path) -> None:
+    small = ["--requests", "3", "--layers", "2", "--hidden", "64", "--rounds", "1", "--profile"]
+    run("admission", *small, "--json", str(tmp_path / "a.json"))
+    assert {"plain", "own rows", "object list", "module"} < cases(tmp_path / "a.json")
+
+
 def test_filesystem(tmp_path: Path) -> None:
     small = ["--sites", "2", "--rows", "4", "--hidden", "64", "--mib", "1", "--repeats", "1"]
     file = tmp_path / "files.json"
