@@ -90,7 +90,7 @@ AREAS = (
     ),
     Area(
         "vectors to table",
-        budget=1180,  # module plans made once; numbers of all sites are compared, checked and packed at once
+        budget=1180,  # numbers of all sites are read at once; plans of modules are kept
         planned=800,
         places=(
             "vllm/v1/interventions/frontend/request/contents.py",
