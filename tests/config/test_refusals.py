@@ -203,6 +203,18 @@ def test_stages_under_ray(
     assert joins or "other than mp and RayExecutorV2" in (message or "")
 
 
+@pytest.mark.parametrize("option", [{"features_root": "saes"}, {"features": ["a=b@mlp_in.0"]}])
+def test_features_on_the_device_and_sleep(model: Path, option: dict[str, Any]) -> None:
+    """What sleep takes away is not sent again; an engine that only steers holds none there."""
+    configs = [build(model, **one, **option) for one in (BOTH, STEERING)]
+    assert [refusal(config) for config in configs] == [None, None]
+    for config in configs:
+        config.model_config.enable_sleep_mode = True
+    said = refusal(configs[0]) or ""
+    assert said.startswith(f"{next(iter(option))} cannot be combined with sleep mode")
+    assert refusal(configs[1]) is None
+
+
 WITH_LENSES: list[tuple[Callable[[VllmConfig], object], str]] = [
     (_stages, "pipeline parallelism"),
     (lambda c: setattr(c, "lora_config", SimpleNamespace()), "LoRA (--enable-lora)"),

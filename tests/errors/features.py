@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,11 +20,16 @@ from vllm.config.capture import CaptureConfig
 from vllm.config.intervention_refusals import refuse_unsupported
 from vllm.config.steering import FAMILIES, FeatureFile, SteeringConfig
 from vllm.v1.features.autoencoder import Autoencoder
+from vllm.v1.interventions.calls import SteeringCall
 from vllm.v1.interventions.frontend.control.changes import ChangeBuilder
-from vllm.v1.interventions.frontend.control.features import read_features
+from vllm.v1.interventions.frontend.control.features import bytes_of, read_features
 from vllm.v1.interventions.frontend.control.steering import AsyncSteering
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.global_state import Change, Globals
+from vllm.v1.interventions.makings import Features
 from vllm.v1.interventions.named_features import need_feature_files
+from vllm.v1.interventions.scheduler.feature_room import FeatureRoom
+from vllm.v1.interventions.worker.making.held import HeldFeatures
 
 _FOLDER = tempfile.TemporaryDirectory()
 """Folder of the autoencoders, while this module is there."""
@@ -73,7 +79,9 @@ def rule(**more: Any) -> dict[str, Any]:
 def register(known: int = 0, features_root: str | None = _FOLDER.name, **said: Any) -> object:
     config = SteeringConfig(features=["mood=sae@post_block.1"], features_root=features_root)
     given = {"name": "x", "path": "mood", "point": "post_block", "layer": 1, **said}
-    return read_features(given, config, SHAPE, {str(i): FILES["mood"] for i in range(known)})
+    known_files = {str(i): FILES["mood"] for i in range(known)}
+    _, file = read_features(given, config, SHAPE, known_files)
+    return bytes_of(file, config_of(), SHAPE)
 
 
 def unregister() -> object:
@@ -88,8 +96,33 @@ def with_several_servers() -> object:
 
 
 LATE = config_of(
-    msgspec.structs.replace(SHAPE, features={"late": FILES["mood"]._replace(stamp="1")})
+    msgspec.structs.replace(SHAPE, features={"late": FILES["mood"]._replace(stamp="1")}),
+    steering_families=list(FAMILIES),
+    max_steering_rows=64,
 )
+READS_LATE = cast(
+    "Any",
+    SimpleNamespace(
+        capture=SimpleNamespace(
+            streams=[SimpleNamespace(making=Features("late", 8, 2, (), 0.0, False, "1"))]
+        )
+    ),
+)
+
+
+def too_large() -> object:
+    change = Change(Globals(features={"x": FILES["mood"]}))
+    return FeatureRoom(9).call(SteeringCall("load", change=change, num_bytes=96), (), list)
+
+
+def without_memory() -> None:
+    """What a worker says whose device is full."""
+    file, full = FILES["mood"]._replace(path="sae", stamp="1"), Future[Autoencoder]()
+    full.set_exception(torch.OutOfMemoryError())
+    held = HeldFeatures({}, [1], torch.device("cpu"), torch.float32, 0)
+    held._reading["1"] = full
+    raise ValueError(held.answer("loaded", "x", file))
+
 
 AT, OP = "capture.inline.features", "steering[0]"
 MOOD = {"name": "mood", "top": 2}
@@ -148,7 +181,13 @@ FEATURES = [
     Case(path("layer", "'x'"), do=lambda: register(layer="x")),
     Case(path("name", "'x'", "none"), do=unregister),
     Case(path("features"), do=with_several_servers),
-    Case(path(f"{AT}.name", "'late'"), {**read({"name": "late", "top": 2}), "config": LATE}),
+    Case(
+        path(f"{OP}.features", "'late'"),
+        {**asked(steering=[{**REBUILT, "features": "late"}]), "config": LATE},
+    ),
+    Case(path("path", given="x", needed="96", left="9", allowed="9"), do=too_large),
+    Case({"given": "late"}, do=lambda: FeatureRoom(9).use(READS_LATE)),
+    Case({"source": "sae"}, do=without_memory),
     Case({"given": "'mood=x'"}, do=lambda: SteeringConfig(features=["mood=x"])),
     Case(
         path("features.far", point="post_block", layer="99"),

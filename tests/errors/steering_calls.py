@@ -60,7 +60,7 @@ def scheduler() -> SchedulerInterventions:
 
 
 def call(changes: Changes, phase: Any, change: Change | None = None) -> None:
-    reply = changes.call(SteeringCall(phase, "token", change), [])
+    reply = changes.call(SteeringCall(phase, "token", change), [], list)
     if "error" in reply:
         raise ValueError(reply["error"])
 

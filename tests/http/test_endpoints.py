@@ -100,6 +100,11 @@ def test_features_from_the_operators_folder(
     steered = client.complete(PROMPT, **greedy(capture=READ, steering=[add]))
     moved = 4 * Autoencoder.load(features).direction(3).numpy()
     check_rows(steered.choices[0], reference, {LAYER: moved})
+    asked = [{"features": {"name": name, "top": 3}} for name in ("made", "more")]
+    seen = client.complete(PROMPT, **greedy(capture={"inline": asked})).choices[0].features
+    of_start, late = (next(iter(seen[f"inline[{i}]"].values())) for i in range(2))
+    assert (late.features, bool(late.given["top_values"].any())) == ("more", True)
+    assert np.array_equal(of_start.given["top_values"], late.given["top_values"])
     site = {"point": "post_block", "layer": 2}
     for body, param in (
         ({"name": "x", "path": "/etc/passwd", **site}, "path"),

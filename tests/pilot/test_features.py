@@ -18,6 +18,7 @@ from tests.support.autoencoders import made_up
 from tests.support.terms import LAYER, LENGTH, POINT, Site, worst
 from vllm.model_executor.layers.steering_terms import steer_rows_torch
 from vllm.pilot import Autoencoder
+from vllm.v1.features.sizes import size_of
 
 pytestmark = pytest.mark.quick
 
@@ -74,7 +75,11 @@ def test_a_file_of_gemma_scope(tmp_path: Path) -> None:
     tensors, x = made(), rows()
     arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
     np.savez(tmp_path / "params.npz", **arrays)
-    got = Autoencoder.load(tmp_path / "params.npz").encode(x.bfloat16())
+    sae = Autoencoder.load(tmp_path / "params.npz")
+    stays = sum(array.nbytes for array in arrays.values())
+    assert size_of(tmp_path / "params.npz", HIDDEN, 4) == taken(sae, stays)
+    assert size_of(tmp_path / "params.npz", HIDDEN, 2).device < taken(sae)[0]
+    got = sae.encode(x.bfloat16())
     want = activations(tensors, x.bfloat16(), subtracts=False)
     assert float((got.double() - want).abs().max()) < TOLERANCE
     low = {**tensors, "threshold": torch.zeros(FEATURES)}
@@ -146,6 +151,14 @@ def stored_case(
     return tensors, [stored[f"{case}.{n}"] for n in ("rows", "activations", "decoded")]
 
 
+def taken(sae: Autoencoder, stays: int = 0) -> tuple[int, int]:
+    """Bytes of a device with float32, and of a process that has the file open, but for what of it
+    `stays`."""
+    kept = sae.gain, sae.decoder_gain, sae.bias, sae.threshold
+    vectors = sum(4 * tensor.numel() for tensor in (*kept, torch.empty(sae.hidden_size)))
+    return 2 * 4 * sae.encoder.numel() + vectors, stays + vectors
+
+
 def test_what_the_tools_say_of_their_own_files(tmp_path: Path) -> None:
     """`tests/support/autoencoder_oracles.py` ran SAELens, sparsify and dictionary_learning as
     shipped. Twice the decoder's bias changes activations where a tool subtracts it."""
@@ -157,6 +170,7 @@ def test_what_the_tools_say_of_their_own_files(tmp_path: Path) -> None:
         tool, texts = case.partition("-")[0], json.loads(text)
         tensors, [rows, want, decoded] = stored_case(stored, case)
         sae = Autoencoder.load(as_saved(tmp_path / case, tool, tensors, texts))
+        assert size_of(tmp_path / case, sae.hidden_size, 4) == taken(sae), case
         got = sae.encode(rows)
         assert float((got - want).abs().max()) < TOLERANCE, case
         assert float((sae.decode(got, rows) - decoded).abs().max()) < TOLERANCE, case

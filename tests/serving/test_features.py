@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.conformance import models
 from tests.conformance.engine import Runner, make_llm, shut_down
@@ -26,7 +28,9 @@ from vllm.pilot import Autoencoder
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.reader import open as open_captures
 from vllm.v1.features.autoencoder import opened
+from vllm.v1.interventions.scheduler import feature_room
 from vllm.v1.interventions.worker.making import features as maker
+from vllm.v1.interventions.worker.making import held as held_module
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -235,10 +239,10 @@ def test_files_are_open_before_the_first_request(pair: tuple[LLM, Judge]) -> Non
     """Which is planned on the event loop of a server, where all others wait."""
     llm, _ = pair
     files = llm.llm_engine.vllm_config.steering_config.feature_files.values()
-    misses = opened.cache_info().misses
     assert len(files) == len(ENTRIES)
-    assert all(opened(file.path, file.point).num_features == FEATURES for file in files)
-    assert opened.cache_info().misses == misses
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Autoencoder, "load", None)
+        assert all(opened(file).num_features == FEATURES for file in files)
 
 
 def test_an_operation_names_what_a_file_has(
@@ -460,7 +464,7 @@ def test_a_name_that_came_while_the_engine_served(
     pair: tuple[LLM, Judge], files: dict[str, Path]
 ) -> None:
     """What has other numbers under its name is another one to the prefix cache; what is at work
-    keeps its own; workers make no activations of it."""
+    keeps its own; nothing reconstructs by it."""
     llm, judge = pair
     folder = files["jump"].parent / "later"
     named = [{"op": "feature", "features": "later", "id": 7, "value": 60.0}]
@@ -485,12 +489,8 @@ def test_a_name_that_came_while_the_engine_served(
         judge.check(Ask(prompt, {"steering": [own], **serving.capture("all")}), output)
     assert cached[:3] == cached[3:] and cached[0] == 0 < cached[1] == cached[2]
     assert answers[0] == answers[1] == answers[2] != answers[3] == answers[4]
-    for asked in (
-        {"capture": {"inline": read(name="later", top=2)}},
-        {"steering": [{"op": "reconstruct", "features": "later"}]},
-    ):
-        with pytest.raises(ValueError, match="'later' got its name while the engine served"):
-            serve(llm, [Ask(prompt, asked)])
+    with pytest.raises(ValueError, match="'later' got its name while the engine served"):
+        serve(llm, [Ask(prompt, {"steering": [{"op": "reconstruct", "features": "later"}]})])
     for path in ("../later", str(folder.parent.parent), "."):
         with pytest.raises(ValueError, match=r"^path: .* is not in|has none of"):
             llm.steering.register_features("out", path, "post_block", 2)
@@ -501,14 +501,143 @@ def test_a_name_that_came_while_the_engine_served(
         llm.steering.unregister_features("later")
 
 
+def rows_of(output: RequestOutput, consumer: str = "inline") -> Any:
+    results = output.outputs[0].capture_results
+    assert results is not None
+    return next(iter(results[consumer].payload.values()))
+
+
+def held(llm: LLM) -> set[str]:
+    """Keys of the autoencoders on the device."""
+    capture = serving.core_of(llm).model_executor.driver_worker.worker.model_runner.interventions
+    return set(capture.capture.features.by_key)
+
+
+PARTS = ("top_ids", "top_values", "values", "active", "error")
+
+
+def test_what_got_its_name_late_is_read_by(
+    pair: tuple[LLM, Judge], files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit as what has its name since the start; a request that runs keeps what the name
+    meant, and the memory is free a while after its end."""
+    llm, _ = pair
+    now = time.monotonic() + 2 * feature_room.KEPT_SECONDS
+    monkeypatch.setattr(feature_room.time, "monotonic", lambda: now)
+    llm.steering.state()
+    first = held(llm)
+    assert first == {*ENTRIES}, "what other tests named is gone"
+    folder = files["jump"].parent / "other"
+    save_autoencoder(folder, made_up(4))
+    asked = dict(top=7, ids=[5, 0, 159], error=True)
+    both = inline(read(name="jump", **asked), read(name="again", **asked))
+    ask = Ask(prompt_of(20, 91), {**STEERED, **both})
+    one = Ask(prompt_of(20, 91), {**STEERED, **inline(read(name="again", **asked))})
+
+    def finished() -> RequestOutput:
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                if output.finished:
+                    assert isinstance(output, RequestOutput)
+                    return output
+        raise AssertionError("it did not end")
+
+    llm.steering.register_features("again", "jump", "post_block", 1)
+    [output] = serve(llm, [ask], log_probs=False)
+    of_start, late = (rows_of(output, f"inline[{i}]") for i in range(2))
+    assert late.features == "again"
+    for part in PARTS:
+        assert torch.equal(getattr(of_start, part), getattr(late, part)), part
+    llm.llm_engine.add_request("runs", {"prompt_token_ids": one.prompt}, one.params())
+    for _ in range(3):
+        llm.llm_engine.step()
+    llm.steering.register_features("again", "other", "post_block", 1)
+    assert len(held(llm) - first) == 2
+    now += 3 * feature_room.KEPT_SECONDS
+    llm.steering.state()
+    assert len(held(llm) - first) == 2, "a request reads by it"
+    running = rows_of(finished())
+    [output] = serve(llm, [one], log_probs=False)
+    other = rows_of(output)
+    for part in PARTS:
+        assert torch.equal(getattr(of_start, part), getattr(running, part)), part
+    assert (other.values - of_start.values).abs().max() > APART
+    llm.steering.state()
+    assert len(held(llm) - first) == 2, "what was on its way may come"
+    now += feature_room.KEPT_SECONDS + 1
+    llm.steering.state()
+    assert len(held(llm) - first) == 1
+    llm.steering.unregister_features("again")
+    now += feature_room.KEPT_SECONDS + 1
+    llm.steering.state()
+    assert held(llm) == first
+    with pytest.raises(ValueError, match="unknown features 'again'"):
+        serve(llm, [one])
+
+
+def test_a_name_that_cannot_be_had_leaves_nothing(
+    pair: tuple[LLM, Judge], files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is too large, counted before its file is read, or what the workers find is not
+    what the frontend found."""
+    llm, _ = pair
+    first, later = held(llm), len(feature_files(llm))
+    folder = files["jump"].parent / "broken"
+    save_autoencoder(folder, JUMP)
+
+    def register(path: str = "broken") -> None:
+        llm.steering.register_features("broken", path, "post_block", 1)
+
+    room = serving.core_of(llm).scheduler.interventions._room
+    size = 2 * 4 * JUMP["W_enc"].numel() + 4 * (4 * FEATURES + len(JUMP["b_dec"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "_size", size - 1)
+        patch.setattr(Autoencoder, "load", None)
+        message = f"^path: broken takes {size} bytes, and {size - 1} of {size - 1} are left: unreg"
+        with pytest.raises(ValueError, match=message):
+            register()
+    with monkeypatch.context() as patch:
+        read_there = Autoencoder.load
+
+        def torn(path: str) -> Autoencoder:
+            save_file({**JUMP, "W_dec": JUMP["W_dec"][1:]}, folder / "sae_weights.safetensors")
+            return read_there(path)
+
+        patch.setattr(held_module, "_read", lambda file: torn(file.path))
+        with pytest.raises(
+            ValueError, match=r"broken/sae_weights\.safetensors: W_dec is .* needed"
+        ):
+            register()
+    assert held(llm) == first and len(feature_files(llm)) == later
+    assert not [s for s in room._held.values() if s.name == "broken"]
+    with pytest.raises(ValueError, match="W_dec"):
+        register()
+    save_file(JUMP, folder / "sae_weights.safetensors")
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "_size", room._taken + size)
+        register()
+        with pytest.raises(ValueError, match=f"takes {size} bytes, and 0 of"):
+            register("jump")
+    assert len(held(llm) - first) == 1
+    llm.steering.unregister_features("broken")
+
+
+def feature_files(llm: LLM) -> dict[str, Any]:
+    shape = llm.llm_engine.vllm_config.tap_shape
+    assert shape is not None
+    return shape.features
+
+
 def test_two_workers_reconstruct(
     tiny_models: TinyModels, files: dict[str, Path], runner: Runner
 ) -> None:
-    """Tensor-parallel ranks each do all of it; of pipeline stages the one that has the layer."""
+    """Tensor-parallel ranks each do all of it; of pipeline stages the one that has the layer. They
+    read, too."""
     path, row = tiny_models.path("llama"), tiny_models.row("llama")
     split = "tensor_parallel_size" if runner == "v1" else "pipeline_parallel_size"
     options: dict[str, Any] = {split: 2, "steering_families": ["feature", "reconstruct"]}
     options["features"] = [f"{name}={files[name]}@{ENTRIES[name]}" for name in ("jump", "top")]
+    options["features_root"] = str(files["jump"].parent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         llm = make_llm(path, enable_steering=True, capture_consumers=["inline"], **options)
@@ -519,5 +648,23 @@ def test_two_workers_reconstruct(
                 ask = Ask(prompt_of(20, 79), {"steering": ops, **serving.capture("all")})
                 [output] = serve(llm, [ask])
                 judge.check(rebuilt(judge, files, ask, output), output)
+            read_by_two(llm)
         finally:
             shut_down(llm)
+
+
+def read_by_two(llm: LLM) -> None:
+    """By a name of the start, and by one that came while the engine served; another file's differ.
+    A name that no worker can have is none."""
+    for name, (point, layer) in (("jump", ("post_block", 1)), ("top", ("pre_attn", LAYERS - 1))):
+        llm.steering.register_features("late", name, point, layer)
+        both = [read(name=of, top=7, ids=[5], error=True) for of in (name, "late")]
+        [output] = serve(llm, [Ask(prompt_of(20, 79), inline(*both))], log_probs=False)
+        of_start, late = (rows_of(output, f"inline[{i}]") for i in range(2))
+        for part in PARTS:
+            assert torch.equal(getattr(of_start, part), getattr(late, part)), (name, part)
+        llm.steering.register_features("late", "branch", point, layer)
+        [output] = serve(llm, [Ask(prompt_of(20, 79), inline(both[1]))], log_probs=False)
+        assert (rows_of(output).values - of_start.values).abs().max() > APART
+    with pytest.raises(ValueError, match="none cannot be read as an autoencoder"):
+        llm.steering.register_features("none", "none", "post_block", 1)

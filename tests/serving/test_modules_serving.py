@@ -194,8 +194,10 @@ def test_unregistered_on_the_way(line: Timeline, monkeypatch: pytest.MonkeyPatch
     steering.register_module("calm", CALM)
 
     def unregister() -> None:
-        ours.changes.call(SteeringCall("prepare", "a", Change(drop=[("modules", "calm")])), [])
-        ours.changes.call(SteeringCall("commit", "a"), [])
+        ours.changes.call(
+            SteeringCall("prepare", "a", Change(drop=[("modules", "calm")])), [], list
+        )
+        ours.changes.call(SteeringCall("commit", "a"), [], list)
 
     def late(request: Any) -> Any:
         unregister()

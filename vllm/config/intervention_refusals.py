@@ -84,10 +84,13 @@ def refuse_unsupported(config: "VllmConfig") -> None:
         _refuse("capture_lens", refused)
     refuse_keeping(config)
     refuse_stop(config)
-    if config.steering_config.features:
-        held = capture or config.steering_config.reconstructs
-        sleeps = {"sleep mode, with capture or reconstruct": model.enable_sleep_mode and held}
-        _refuse("features", sleeps)
+    ours = config.steering_config
+    for option, held in (
+        ("features", ours.features and (capture or ours.reconstructs)),
+        ("features_root", ours.features_root and capture),
+    ):
+        sleeps = model.enable_sleep_mode and bool(held)
+        _refuse(option, {"sleep mode, with capture or reconstruct": sleeps})
     rounds = os.environ.get("TRITON_F32_DEFAULT", "tf32") != "ieee"
     if model.dtype == torch.float32 and rounds and current_platform.is_cuda():
         logger.warning_once(

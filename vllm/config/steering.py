@@ -47,7 +47,7 @@ class FeatureFile(NamedTuple):
     layer: int
     stamp: str = ""
     """Text that tells it from others of this path that had a name while the engine served; "" for
-    one of the start, of which workers make activations."""
+    one of the start."""
 
 
 def refuse_unknown(option: str, given: Iterable[str], allowed: Sequence[str]) -> None:
@@ -113,8 +113,12 @@ class SteeringConfig:
     Scope or Llama Scope. Each is held on the device if rows are captured. See docs/features.md."""
 
     features_root: str | None = None
-    """Folder from which sparse autoencoders may get a name while the engine serves, for operations,
-    gates and rules: `POST /v1/steering/features`, `llm.steering.register_features`."""
+    """Folder from which sparse autoencoders may get a name while the engine serves:
+    `POST /v1/steering/features`, `llm.steering.register_features`."""
+
+    features_memory_bytes: int = Field(default=1 << 30, ge=1)
+    """Memory that autoencoders from features_root may take: on each device, where it is reserved if
+    rows are captured, and in a server's process."""
 
     compat: list[str] = Field(default_factory=list)
     """Tools whose requests are answered as well, with what they need turned on: lens (vLLM-Lens),

@@ -177,7 +177,7 @@ class Engines:
     async def call_utility_async(self, method: str, call: SteeringCall) -> dict[str, Any]:
         await asyncio.sleep(0)
         sent = msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=SteeringCall)
-        return self.core.changes.call(sent, [])
+        return self.core.changes.call(sent, [], list)
 
     async def call_utility_all_async(self, method: str, call: SteeringCall) -> list[Any]:
         return [await self.call_utility_async(method, call)]

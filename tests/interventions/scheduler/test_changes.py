@@ -80,20 +80,20 @@ class Engine:
         self.now = until
 
     def prepare(self, token: str, change: Change) -> dict[str, Any]:
-        return self.core.changes.call(SteeringCall("prepare", token, change), [])
+        return self.core.changes.call(SteeringCall("prepare", token, change), [], list)
 
     def commit(self, token: str) -> dict[str, Any]:
-        return self.core.changes.call(SteeringCall("commit", token), [])
+        return self.core.changes.call(SteeringCall("commit", token), [], list)
 
     def cancel(self, token: str) -> dict[str, Any]:
-        return self.core.changes.call(SteeringCall("cancel", token), [])
+        return self.core.changes.call(SteeringCall("cancel", token), [], list)
 
     def make(self, change: Change) -> dict[str, Any]:
         assert "version" in self.prepare("now", change)
         return self.commit("now")
 
     def state(self) -> dict[str, Any]:
-        return self.core.changes.call(SteeringCall("state"), [])
+        return self.core.changes.call(SteeringCall("state"), [], list)
 
     @property
     def norms(self) -> dict[str, float]:
@@ -276,7 +276,7 @@ def test_a_frontend_learns_what_another_registered(engine: Engine) -> None:
     def learn() -> list[str]:
         """What is sent."""
         call = SteeringCall("news", since=catalog.changes)
-        news = engine.core.changes.call(call, [])
+        news = engine.core.changes.call(call, [], list)
         news = msgspec.msgpack.decode(msgspec.msgpack.encode(news))  # it is plain data
         catalog.learn(news)
         assert catalog.state == engine.core.state.contents

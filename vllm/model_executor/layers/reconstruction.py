@@ -13,7 +13,7 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
-from vllm.v1.features.autoencoder import Autoencoder
+from vllm.v1.features.autoencoder import TENSORS, Autoencoder
 from vllm.v1.features.scaling import SCALINGS
 from vllm.v1.steering_formula import Scalars
 
@@ -22,21 +22,20 @@ ACTIVATION_BYTES = 64 << 20
 
 _RECONSTRUCTS = Scalars._fields.index("reconstructs")
 _SCALINGS = ("", *SCALINGS)
-_TENSORS = ("encoder", "decoder", "gain", "decoder_gain", "bias", "decoder_bias", "threshold")
 
 
 def flat(autoencoders: Sequence[Autoencoder]) -> tuple[list[torch.Tensor], list[int]]:
     """Return the tensors of autoencoders, and their other numbers, as an op takes them."""
-    tensors = [getattr(each, name) for each in autoencoders for name in _TENSORS]
+    tensors = [getattr(each, name) for each in autoencoders for name in TENSORS]
     numbers = [n for each in autoencoders for n in (each.k, _SCALINGS.index(each.scaling))]
     return tensors, numbers
 
 
 def _unflat(tensors: list[torch.Tensor], numbers: list[int]) -> list[Autoencoder]:
-    parts, count = iter(tensors), len(_TENSORS)
+    parts, count = iter(tensors), len(TENSORS)
     return [
         Autoencoder(
-            **dict(zip(_TENSORS, islice(parts, count), strict=True)),
+            **dict(zip(TENSORS, islice(parts, count), strict=True)),
             k=k,
             scaling=_SCALINGS[scaling],
             transcodes=False,

@@ -18,22 +18,21 @@ arXiv:2501.18823).
 
 import hashlib
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from vllm.config.points import INPUT_POINTS
+from vllm.config.steering import FeatureFile
 from vllm.v1.features.files import read
 from vllm.v1.features.scaling import SCALINGS, Scaled
 
 _COLUMNS = 1 << 10
 """Number of features whose columns are multiplied together."""
-
-
-_OPEN = 256
-"""Number of files that stay open, the last that were used."""
+TENSORS = ("encoder", "decoder", "gain", "decoder_gain", "bias", "decoder_bias", "threshold")
+"""Names of the tensors of an autoencoder that activations and their decoding need."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,12 +309,19 @@ def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return torch.mm(rows.to(matrix.dtype), matrix, out_dtype=torch.float32)
 
 
-@lru_cache(_OPEN)
-def opened(path: str, point: str, stamp: str = "") -> Autoencoder:
-    """Return the autoencoder of a file that an operator names, at a point; its matrices stay in the
-    file.
+_OPEN: dict[FeatureFile, Autoencoder] = {}
+"""Autoencoders that this process has open."""
 
-    Args:
-        stamp: another one reads the path anew.
-    """
-    return Autoencoder.load(path).at(point)
+
+def opened(file: FeatureFile) -> Autoencoder:
+    """Return the autoencoder of a file that an operator names; its matrices stay in the file. With
+    another stamp it is read anew. Raises ValueError as `Autoencoder.load`."""
+    found = _OPEN.get(file)
+    if found is None:
+        found = _OPEN[file] = Autoencoder.load(file.path).at(file.point)
+    return found
+
+
+def close(file: FeatureFile) -> None:
+    """Forget what `opened` has of a file."""
+    _OPEN.pop(file, None)

@@ -12,7 +12,8 @@ factor is kept beside its matrix.
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -21,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from vllm.v1.features.scaling import SCALINGS
-from vllm.v1.features.scopes import gemma_scope, gemma_scope_2, llama_scope
+from vllm.v1.features.scopes import LLAMA_WEIGHTS, gemma_scope, gemma_scope_2, llama_scope
 from vllm.v1.features.tensors import (
     Read,
     Tensors,
@@ -48,13 +49,22 @@ def read(path: Path) -> Read:
         ValueError: it cannot be read, is of none of the kinds above, has an activation or a scaling
             that is not computed here, or a tensor is missing, of another shape, or not finite.
     """
+    with readable(path):
+        file = _found(path)
+        return gemma_scope(path) if file == path else _FOLDERS[file.name](file)
+
+
+def weights_of(path: Path) -> Path:
+    """Return the file that has the tensors. Raises ValueError if a folder has none."""
+    file = _found(path)
+    return file.parent / LLAMA_WEIGHTS if file.suffix == ".json" else file
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Within, all that may be wrong with a file is a ValueError that names it."""
     try:
-        if not path.is_dir():
-            return gemma_scope(path)
-        for name, reader in _FOLDERS.items():
-            if (path / name).exists():
-                return reader(path / name)
-        raise ValueError(f"the folder has none of {', '.join(_FOLDERS)}")
+        yield
     except (
         OSError,
         EOFError,
@@ -65,6 +75,16 @@ def read(path: Path) -> Read:
         ValueError,
     ) as error:
         raise ValueError(f"{path} cannot be read as an autoencoder: {error}") from error
+
+
+def _found(path: Path) -> Path:
+    """Return the file that says of what kind a folder is; a file itself."""
+    if not path.is_dir():
+        return path
+    for name in _FOLDERS:
+        if (path / name).exists():
+            return path / name
+    raise ValueError(f"the folder has none of {', '.join(_FOLDERS)}")
 
 
 def _saelens(file: Path) -> Read:

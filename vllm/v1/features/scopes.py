@@ -26,6 +26,8 @@ from vllm.v1.features.tensors import (
     tensor_of,
 )
 
+LLAMA_WEIGHTS = Path("checkpoints") / "final.safetensors"
+"""Llama Scope's file of tensors, beside `hyperparams.json`."""
 _UNIT = 1e-2
 """Most that the norm of a decoder's row may differ from 1 to count as 1."""
 
@@ -62,7 +64,7 @@ def llama_scope(file: Path) -> Read:
     known(config, "act_fn", "jumprelu", ("jumprelu",))
     known(config, "norm_activation", "dataset-wise", ("dataset-wise",))
     refuse_true(config, ("apply_decoder_bias_to_pre_encoder", "use_glu_encoder"), name)
-    weights = file.parent / "checkpoints" / "final.safetensors"
+    weights = file.parent / LLAMA_WEIGHTS
     tensors = load_file(weights)
     names = ("encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias")
     if others := sorted({*tensors} - {*names}):

@@ -7,17 +7,24 @@ import msgspec
 
 from vllm.v1.interventions.global_state import Change
 
+FeaturePhase = Literal["load", "loaded", "unload"]
+"""Steps of workers with an autoencoder that is to get a name: they begin to load it, say whether
+they have, and drop it."""
+
 
 class SteeringCall(msgspec.Struct, frozen=True):
     """A call about the global state. A change is prepared, then committed or cancelled; "state" and
-    "news" only read."""
+    "news" only read; and what workers need for a change of names of autoencoders is loaded before.
+    """
 
-    phase: Literal["state", "news", "prepare", "commit", "cancel"]
+    phase: Literal["state", "news", "prepare", "commit", "cancel"] | FeaturePhase
     token: str = ""
     """Names a change from its preparation to its end."""
     change: Change | None = None
     since: int = 0
     """Number of changes that the frontend knows, for "news"."""
+    num_bytes: int = 0
+    """Bytes that the autoencoder of `change` takes, for "load"."""
 
 
 class CaptureEnd(msgspec.Struct, frozen=True):

@@ -398,6 +398,13 @@ class Features(Making, frozen=True):
     """A feature is active if its activation is greater."""
     error: bool
     """True if the decoder's error is asked for."""
+    stamp: str = ""
+    """Tells an autoencoder that got its name while the engine served from others of that name."""
+
+    @property
+    def key(self) -> str:
+        """Key of the autoencoder among those that workers hold."""
+        return self.stamp or self.name
 
     @property
     def fields(self) -> tuple[Field, ...]:

@@ -29,17 +29,6 @@ def need_features(given: Given, shape: TapShape) -> FeatureFile:
     return shape.features[given.choice(shape.features, message)]
 
 
-def need_held(given: Given, shape: TapShape) -> FeatureFile:
-    """Return the autoencoder of a name, which workers have. Raises ValueError if there is none."""
-    file = need_features(given, shape)
-    if file.stamp:
-        given.refuse(
-            "{given} got its name while the engine served: operations, gates and rules can name "
-            "it; to read or reconstruct by it, start the engine with it (--features)"
-        )
-    return file
-
-
 def need_feature_files(files: Mapping[str, FeatureFile], shape: TapShape) -> None:
     """Check the autoencoders of `--features`, and have their files open.
 
@@ -51,7 +40,7 @@ def need_feature_files(files: Mapping[str, FeatureFile], shape: TapShape) -> Non
         path = f"features.{name}"
         if file.point not in shape.offers(file.layer):
             reject(path, f"the model has no {file.point} of layer {file.layer}")
-        width = opened(file.path, file.point, file.stamp).hidden_size
+        width = opened(file).hidden_size
         if width != shape.hidden_size:
             reject(path, f"{file.path} reads rows of {width}, the model's have {shape.hidden_size}")
 
@@ -104,7 +93,7 @@ def rule_written_out(rule: Given, shape: TapShape) -> Given:
 
 def _found(entry: Given, shape: TapShape) -> tuple[FeatureFile, Autoencoder, int]:
     file = need_features(entry["features"], shape)
-    autoencoder = opened(file.path, file.point, file.stamp)
+    autoencoder = opened(file)
     most = autoencoder.num_features - 1
     unknown = f"must be a feature, 0-{most}, got {{given}}"
     return file, autoencoder, entry["id"].int(0, most, unknown)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.interventions.calls import SteeringCall
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.global_state import Change
+from vllm.v1.interventions.scheduler.feature_room import AskWorkers, FeatureRoom
 from vllm.v1.interventions.scheduler.module_sets import ModuleSets
 from vllm.v1.interventions.scheduler.pools import Pool
 from vllm.v1.interventions.scheduler.state import GlobalState
@@ -24,6 +25,7 @@ class Changes:
 
     Args:
         modules: the vector sets of modules; changed here.
+        room: autoencoders that workers hold; changed here.
         usage: what the state says of pools, by name.
         current: returns the state as it is.
         set_state: makes another the state, for requests that are under way too.
@@ -32,11 +34,13 @@ class Changes:
     def __init__(
         self,
         modules: ModuleSets,
+        room: FeatureRoom,
         usage: Mapping[str, Pool[Any]],
         current: Callable[[], GlobalState],
         set_state: Callable[[GlobalState, Iterable["Request"]], None],
     ) -> None:
         self._modules = modules
+        self._room = room
         self._usage = usage
         self._current = current
         self._set_state = set_state
@@ -45,18 +49,29 @@ class Changes:
         self._next = current()
         self._expires = 0.0
 
-    def call(self, call: SteeringCall, requests: Iterable["Request"]) -> dict[str, Any]:
+    def call(
+        self, call: SteeringCall, requests: Iterable["Request"], ask: AskWorkers
+    ) -> dict[str, Any]:
         """Read, or make one phase of a change.
 
         Args:
             requests: all of the scheduler's.
+            ask: has all workers call a function.
 
         Returns:
             What msgpack can send: the state; "error" and "parameter" if the change cannot be made;
-            "busy" if it must wait; "version" and how many "changes" there were if it was made; for
-            the phase "news" what the frontend lacks.
+            "busy" if it must wait, or workers read; "version" and how many "changes" there were if
+            it was made; for the phase "news" what the frontend lacks.
         """
+        named = {file.stamp for file in self._current().contents.features.values()}
+        if call.phase != "news":  # which may be of each request
+            self._room.tidy(named, requests, ask)
         match call.phase:
+            case "load" | "loaded" | "unload":
+                try:
+                    return self._room.call(call, named, ask)
+                except InterventionError as error:
+                    return _told(error)
             case "state":
                 pools = self._usage.items()
                 usage = {name: {"in_use": pool.in_use, "size": pool.size} for name, pool in pools}
@@ -69,7 +84,7 @@ class Changes:
                 try:
                     self._prepare(call)
                 except InterventionError as error:
-                    return {"error": str(error), "parameter": error.parameter}
+                    return _told(error)
             case "commit":
                 if self._token != call.token:
                     return {"error": f"the change was not decided within {LEASE_SECONDS:g} s"}
@@ -95,3 +110,7 @@ class Changes:
                 self._modules.replace(before.get(name), after.get(name))
         self._set_state(self._next, requests)
         self._token = ""
+
+
+def _told(error: InterventionError) -> dict[str, Any]:
+    return {"error": str(error), "parameter": error.parameter}

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: who gets which slot, which rows a step captures, what is sent to the workers."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.interventions.calls import SteeringCall
 from vllm.v1.interventions.global_state import startup_state
 from vllm.v1.interventions.messages import GlobalTiers, StepInterventions, WorkerRequest
+from vllm.v1.interventions.plan import Plan
 from vllm.v1.interventions.scheduler.changes import Changes
 from vllm.v1.interventions.scheduler.consumers import CaptureSessions
+from vllm.v1.interventions.scheduler.feature_room import AskWorkers, FeatureRoom
 from vllm.v1.interventions.scheduler.kept_rows import KeptRows
 from vllm.v1.interventions.scheduler.module_sets import ModuleSets
 from vllm.v1.interventions.scheduler.pools import Pool
@@ -52,7 +55,8 @@ class SchedulerInterventions:
         self._loads_blocks = config.kv_transfer_config is not None
         self.modules = ModuleSets(self.state.contents.modules.values())
         usage: dict[str, Pool[Any]] = {"slots": self.tables.sums, "rows": self.tables.terms}
-        self.changes = Changes(self.modules, usage, lambda: self.state, self.set_state)
+        self._room = FeatureRoom(steering.features_memory_bytes)
+        self.changes = Changes(self.modules, self._room, usage, lambda: self.state, self.set_state)
         self._hash_block_size = hash_block_size
         self._speculates = config.speculative_config is not None
         by_priority = config.scheduler_config.policy == "priority"
@@ -65,6 +69,12 @@ class SchedulerInterventions:
         self._changed_tiers: GlobalTiers | None = None
 
     # -- a request's life -------------------------------------------------------------------
+
+    def fill(self, plan: Plan | None) -> Plan | None:
+        """`ModuleSets.fill`, for a request that comes: whatever becomes of names, what the plan
+        refers to is there until the request ends. Raises ValueError if it is gone."""
+        self._room.use(plan)
+        return self.modules.fill(plan)
 
     def arrive(self, request: Request) -> bool:
         """Take in a new request: its blocks were hashed before its global tiers were known.
@@ -171,6 +181,7 @@ class SchedulerInterventions:
         self.stale_blocks.writers.discard(request.request_id)
         self._reserved.discard(request.request_id)
         self.tables.release(request.request_id)
+        self._room.left(request.interventions.plan)
         self.rows.withdraw(request)
         if self.kept is not None:
             self.kept.leave(request.request_id)
@@ -182,6 +193,12 @@ class SchedulerInterventions:
             _rehash(request, 0)
 
     # -- changes from outside ---------------------------------------------------------------
+
+    def call(
+        self, call: SteeringCall, requests: Mapping[str, Request], ask: AskWorkers
+    ) -> dict[str, Any]:
+        """`Changes.call`, with all of the scheduler's requests."""
+        return self.changes.call(call, requests.values(), ask)
 
     def set_state(self, state: GlobalState, requests: Iterable[Request]) -> None:
         """Make `state` the global state: its tiers from the next scheduled step on.

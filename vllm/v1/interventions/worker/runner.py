@@ -16,6 +16,7 @@ from torch import nn
 
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.points import BLOCK_POINTS, CAPTURE_POINTS, HEAD_POINTS, NEURONS, RETURNED
+from vllm.config.steering import FeatureFile
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps, InnerTap
@@ -27,7 +28,8 @@ from vllm.model_executor.layers.residual_taps import (
     PassTap,
     SiteTap,
 )
-from vllm.v1.features.autoencoder import Autoencoder
+from vllm.v1.features.autoencoder import Autoencoder, opened
+from vllm.v1.interventions.calls import FeaturePhase
 from vllm.v1.interventions.capture_groups import num_senders
 from vllm.v1.interventions.messages import TableName, num_table_rows
 from vllm.v1.interventions.plan import Site
@@ -232,11 +234,11 @@ class WorkerInterventions:
         files = self._config.steering_config.feature_files
         one = sites if self.shape.lanes == 1 else []
         own = {n: file for n, file in files.items() if (file.point, file.layer) in one}
-        made = on_device(own, self._device, self.shape.torch_dtype)
         found: dict[Site, tuple[Autoencoder, ...]] = {}
         for name, file in own.items():
-            site = file.point, file.layer
-            found[site] = (*found.get(site, ()), made[name])
+            site, made = (file.point, file.layer), opened(file)
+            held = on_device(name, made, self._device, self.shape.torch_dtype)
+            found[site] = (*found.get(site, ()), held)
         return found
 
     def bind_caches(self, runner: Any) -> None:
@@ -381,6 +383,11 @@ class WorkerInterventions:
             self.tokens.probe_focus(*focused)
         if self.capture is not None:
             self.capture.probe(rows)
+
+    def hold(self, phase: FeaturePhase, name: str, file: FeatureFile) -> str | None:
+        """Answer by `HeldFeatures.answer`; "" if no row is read here."""
+        held = None if self.capture is None else self.capture.features
+        return "" if held is None else held.answer(phase, name, file)
 
     def read_lenses(self, reader: LensReader, shape: TapShape) -> None:
         """Read lenses by this from now on; `shape` has them."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.interventions.errors import reject, show
-from vllm.v1.interventions.frontend.control.features import read_features
+from vllm.v1.interventions.frontend.control.features import bytes_of, open_file, read_features
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.resolve import need_steering
 from vllm.v1.interventions.given import Given
@@ -124,11 +124,17 @@ class ChangeBuilder:
         assert self.shape
         return Change(drop=[("modules", plain(name))])
 
-    def register_features(self, given: Mapping[str, Any]) -> Change:
-        """Make a change that names an autoencoder, as `read_features` reads it."""
-        known = self._catalog.state.features
-        name, file = read_features(given, self._config.steering_config, self.shape, known)
-        return Change(Globals(features={name: file}))
+    def register_features(self, given: Mapping[str, Any]) -> tuple[Change, int]:
+        """Make a change that names an autoencoder, as `read_features` reads it, and count the bytes
+        that it takes."""
+        known, config = self._catalog.state.features, self._config
+        name, file = read_features(given, config.steering_config, self.shape, known)
+        return Change(Globals(features={name: file})), bytes_of(file, config, self.shape)
+
+    def open_features(self, change: Change) -> None:
+        """Have the file of `register_features` open, and checked."""
+        [(name, file)] = change.put.features.items()
+        open_file(name, file, self.shape)
 
     def unregister_features(self, name: Any) -> Change:
         """Make a change that removes the name of an autoencoder, which must have one."""

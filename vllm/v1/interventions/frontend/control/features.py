@@ -3,25 +3,30 @@
 
 Operations, gates and rules name their features: these become vectors where a request is planned,
 so that requests keep what a name meant, blocks of the prefix cache are told apart by the vectors,
-and no worker has to know. Activations of rows are made by workers, of files of the start alone.
+and no worker has to know. Activations of rows are made by workers, which hold an autoencoder by its
+stamp before it has a name.
 """
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config.points import RESIDUAL_POINTS
 from vllm.config.steering import FEATURES_NAME, FeatureFile, SteeringConfig
+from vllm.v1.features.sizes import size_of
 from vllm.v1.interventions.errors import InterventionError, reject
 from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.named_features import need_feature_files
 from vllm.v1.interventions.shape import TapShape
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 MAX_REGISTERED = 64
-"""The most that may have a name at once. Each takes some numbers a feature in each API server; its
-matrices stay in the file."""
+"""The most that may have a name at once."""
 
 
 def read_features(
@@ -30,7 +35,7 @@ def read_features(
     shape: TapShape,
     known: Mapping[str, FeatureFile],
 ) -> tuple[str, FeatureFile]:
-    """Check an autoencoder that is to get a name, and have its file open.
+    """Check an autoencoder that is to get a name. Its file is not looked into.
 
     Args:
         given: `name`, `path` in the folder of `features_root`, and the `point` and `layer` of its
@@ -42,8 +47,7 @@ def read_features(
 
     Raises:
         ValueError: there is no such folder, the path leads out of it, the name is one of the start
-            or there are too many, the model has no such site, or the file cannot be read; the
-            message names the field, and file and tensor.
+            or there are too many, or the layer is no number; the message names the field.
     """
     if config.features_root is None:
         reject("features", "needs an engine started with features_root (--features-root FOLDER)")
@@ -61,11 +65,39 @@ def read_features(
     point = asked["point"].point(shape, RESIDUAL_POINTS)
     layer = asked["layer"].int(0, message="must be a layer, got {given}")
     # Another stamp each time: the same path may have other numbers by now.
-    file = FeatureFile(str(path), point, layer, uuid.uuid4().hex)
-    try:
+    return name, FeatureFile(str(path), point, layer, uuid.uuid4().hex)
+
+
+def bytes_of(file: FeatureFile, config: "VllmConfig", shape: TapShape) -> int:
+    """Return the bytes that an autoencoder takes, on a device that reads rows, or in a process that
+    has it open, whichever is more.
+
+    Raises:
+        ValueError: the file cannot be read; the message names it.
+    """
+    on_gpu = config.device_config.device_type == "cuda"
+    with _of_path():
+        size = size_of(file.path, shape.hidden_size, shape.torch_dtype.itemsize if on_gpu else 4)
+    return max(size.host, size.device if config.capture_config.enabled else 0)
+
+
+def open_file(name: str, file: FeatureFile, shape: TapShape) -> None:
+    """Have the file of an autoencoder open.
+
+    Raises:
+        ValueError: it cannot be read, or the model has no such site; the message names file and
+            tensor.
+    """
+    with _of_path():
         need_feature_files({name: file}, shape)
+
+
+@contextmanager
+def _of_path() -> Iterator[None]:
+    """Within, what is wrong with a file is said of the field `path`."""
+    try:
+        yield
     except InterventionError:
         raise
     except ValueError as error:
         raise InterventionError(str(error), parameter="path") from error
-    return name, file

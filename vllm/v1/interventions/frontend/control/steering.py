@@ -145,7 +145,8 @@ class _Coroutines(_Known, ABC):
         await self._make(self._changes.unregister(name))
 
     async def register_features(self, name: str, path: str, point: str, layer: int) -> None:
-        """Name a sparse autoencoder, whose features operations, gates and rules may name then.
+        """Name a sparse autoencoder, to read by, and for operations, gates and rules. Workers load
+        it beside their steps; if one cannot, none keeps it, and the error says why.
 
         Requests that came before keep what the name meant. Names of the start stay.
 
@@ -156,7 +157,18 @@ class _Coroutines(_Known, ABC):
         """
         given = {"name": name, "path": path, "point": point, "layer": layer}
         self._need_alone()
-        await self._make(await self._work(self._changes.register_features, given))
+        await self._work(self._catalog.load)
+        change, num_bytes = await self._work(self._changes.register_features, given)
+        try:
+            _verdict(await self._call(SteeringCall("load", change=change, num_bytes=num_bytes)))
+            await self._work(self._changes.open_features, change)
+            while _verdict(await self._call(SteeringCall("loaded", change=change))) == "busy":
+                await self._work(time.sleep, 0.05)
+            await self._make(change)
+        except BaseException:
+            await self._call(SteeringCall("unload", change=change))  # unless it has its name
+            self._catalog.close(change)
+            raise
 
     async def unregister_features(self, name: str) -> None:
         """Remove the name of an autoencoder that `register_features` gave."""

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.features.autoencoder import opened
 from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.makings import Features
-from vllm.v1.interventions.named_features import need_held
+from vllm.v1.interventions.named_features import need_features
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_one_lane
@@ -25,7 +25,7 @@ def hooks_of_features(given: Given, shape: TapShape) -> dict[str, Any]:
         ValueError: there is none of the name.
     """
     given.mapping()
-    file = need_held(given["name"], shape)
+    file = need_features(given["name"], shape)
     return {file.point: [file.layer]}
 
 
@@ -38,12 +38,12 @@ def features_making(given: Given, sites: Sequence[Site], shape: TapShape) -> Fea
     """
     asked = given.fields(needed=("name",), allowed=("top", "ids", "above", "error"))
     need_one_lane(given.path, shape)
-    file = need_held(asked["name"], shape)
+    file = need_features(asked["name"], shape)
     if list(sites) != [(file.point, file.layer)]:
         asked["name"].refuse(
             f"{{given}} reads {file.point} of layer {file.layer}: leave out hooks, or name it alone"
         )
-    autoencoder = opened(file.path, file.point)
+    autoencoder = opened(file)
     size = autoencoder.num_features
     most = min(MAX_TOP, size)
     top = asked.get("top", 0).int(0, most, f"must be an int from 0 to {most}, got {{given}}")
@@ -62,4 +62,4 @@ def features_making(given: Given, sites: Sequence[Site], shape: TapShape) -> Fea
         )
     if not (top or ids or error):
         asked.refuse("asks for nothing: give top, ids or error")
-    return Features(asked["name"].plain(), size, top, ids, above, error)
+    return Features(asked["name"].plain(), size, top, ids, above, error, file.stamp)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.v1.features.autoencoder import opened
+from vllm.v1.features.autoencoder import close, opened
 from vllm.v1.interventions.frontend.request.memo import CaptureMemo, VectorMemo
 from vllm.v1.interventions.frontend.request.module_plans import ModulePlans
 from vllm.v1.interventions.given_rules import GivenRule
@@ -32,7 +32,7 @@ class ModuleCatalog:
         self.plans = ModulePlans()
         # At the start, as it takes seconds a gigabyte: requests are planned beside others.
         for file in config.steering_config.feature_files.values():
-            opened(file.path, file.point)
+            opened(file)
         self._config = config
         self._state: Globals | None = None
         """State of which plans are made. A change puts another in its place: threads read it."""
@@ -154,10 +154,19 @@ class ModuleCatalog:
         if change.learned:  # else nothing need be loaded
             old = self.state
             with self._lock:
-                self._state = change.applied(self._state or old)
+                before = self._state or old
+                self._state = change.applied(before)
                 self._sets = None, {}
                 self.applied += 1
                 self._offer(self._state)
+            for file in {*before.features.values()} - {*self._state.features.values()}:
+                close(file)
+
+    def close(self, change: Change) -> None:
+        """Close the file of an autoencoder that was to get a name, and did not."""
+        for name, file in change.put.features.items():
+            if self.state.features.get(name) != file:
+                close(file)
 
     def _offer(self, state: Globals) -> None:
         """Let requests find the autoencoders that have a name."""

@@ -12,7 +12,7 @@ import msgspec
 from vllm.v1.features.autoencoder import opened
 from vllm.v1.interventions.errors import need_family, reject
 from vllm.v1.interventions.given import Given, Select
-from vllm.v1.interventions.named_features import need_held
+from vllm.v1.interventions.named_features import need_features
 from vllm.v1.interventions.operations import Op
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_one_lane
@@ -40,9 +40,14 @@ def parse_reconstruct(
     need_family(RECONSTRUCT, families, f"{path}.op")
     given = asked.fields(("op", "features"), ("positions",), RECONSTRUCT)
     need_one_lane(path, shape)
-    file = need_held(given["features"], shape)
+    file = need_features(given["features"], shape)
+    if file.stamp:
+        given["features"].refuse(
+            "{given} got its name while the engine served, and graphs reconstruct by matrices that "
+            "were there when they were recorded: start the engine with it (--features)"
+        )
     site = file.point, file.layer
-    autoencoder = opened(file.path, file.point)
+    autoencoder = opened(file)
     if autoencoder.transcodes:
         given["features"].refuse(
             "{given} is a transcoder, which writes another site than it reads: nothing stands in "

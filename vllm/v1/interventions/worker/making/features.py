@@ -5,17 +5,16 @@ In plain PyTorch, a bounded number of activations at a time: on the stream of th
 all graphs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from vllm.config.steering import FeatureFile
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.features.autoencoder import Autoencoder, opened, product
+from vllm.v1.features.autoencoder import TENSORS, Autoencoder, product
 from vllm.v1.interventions.capture_groups import LocalStream
 from vllm.v1.interventions.makings import Features
 from vllm.v1.interventions.step_rows import Block
@@ -30,32 +29,27 @@ ID_LISTS = 256
 
 
 def on_device(
-    files: Mapping[str, FeatureFile], device: torch.device, dtype: torch.dtype
-) -> dict[str, Autoencoder]:
-    """Return autoencoders by name, with their tensors on a device.
+    name: str,
+    autoencoder: Autoencoder,
+    device: torch.device,
+    dtype: torch.dtype,
+    copy: bool = False,
+) -> Autoencoder:
+    """Return an autoencoder with its tensors on a device.
 
     Args:
         dtype: of the model. On a GPU matrices are of it, and products are added up in float32; a
             CPU multiplies in float32.
+        copy: whether none may be the file's own, which somebody may write to.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room.
     """
     dtype = dtype if device.type == "cuda" else torch.float32
-    return {
-        name: _moved(opened(file.path, file.point), device, dtype) for name, file in files.items()
-    }
-
-
-def _moved(autoencoder: Autoencoder, device: torch.device, dtype: torch.dtype) -> Autoencoder:
-    size = 2 * autoencoder.encoder.numel() * dtype.itemsize
-    logger.info(
-        "%d features of %s take %.2f GiB of the device",
-        autoencoder.num_features,
-        autoencoder.source,
-        size / 2**30,
-    )
-    return replace(
+    made = replace(
         autoencoder,
-        encoder=autoencoder.encoder.to(device, dtype),
-        decoder=autoencoder.decoder.to(device, dtype),
+        encoder=autoencoder.encoder.to(device, dtype, copy=copy),
+        decoder=autoencoder.decoder.to(device, dtype, copy=copy),
         gain=autoencoder.gain.to(device),
         decoder_gain=autoencoder.decoder_gain.to(device),
         bias=autoencoder.bias.to(device),
@@ -63,6 +57,19 @@ def _moved(autoencoder: Autoencoder, device: torch.device, dtype: torch.dtype) -
         threshold=autoencoder.threshold.to(device),
         skip=None,  # no row is decoded to another site
     )
+    logger.info(
+        "%s, %d features of %s, takes %.2f GiB of the device",
+        name,
+        made.num_features,
+        made.source,
+        device_bytes(made) / 2**30,
+    )
+    return made
+
+
+def device_bytes(autoencoder: Autoencoder) -> int:
+    """Return the bytes that an autoencoder takes on its device."""
+    return sum(getattr(autoencoder, name).nbytes for name in TENSORS)
 
 
 class FeatureMaker(Maker):
@@ -88,7 +95,7 @@ class FeatureMaker(Maker):
         number = max(ACTIVATION_BYTES // (4 * making.size), 1)
         # An autoencoder has one site; of another worker's site nothing is here.
         for _, rows in self.material.by_run(block, stream):
-            autoencoder = self.material.autoencoders[making.name]
+            autoencoder = self.material.autoencoders[making.key]
             parts = rows.flatten(0, 1).split(number), made.flatten(0, 1).split(number)
             for some, into in zip(*parts, strict=True):
                 _read(making, autoencoder, some, ids, into.split(widths, dim=1))

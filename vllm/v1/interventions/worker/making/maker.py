@@ -38,7 +38,7 @@ class Material:
     Args:
         arena: [rows, hidden] on the device.
         matrices: those of `project`, there too.
-        autoencoders: name -> autoencoder of this worker's layers, there too.
+        autoencoders: `Features.key` -> autoencoder of this worker's layers, there too.
     """
 
     def __init__(

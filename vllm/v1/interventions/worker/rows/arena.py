@@ -26,7 +26,7 @@ from vllm.v1.interventions.step_rows import Block, Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention.reader import AttentionReader
 from vllm.v1.interventions.worker.making.attention import AttentionMaker, AttentionRequests
 from vllm.v1.interventions.worker.making.doses import DoseMaker, Steered
-from vllm.v1.interventions.worker.making.features import on_device
+from vllm.v1.interventions.worker.making.held import HeldFeatures
 from vllm.v1.interventions.worker.making.lens import FileLens, LensMaker, LensReader
 from vllm.v1.interventions.worker.making.maker import Captured, Material
 from vllm.v1.interventions.worker.rows.outbox import Outbox
@@ -148,16 +148,19 @@ class CaptureArena:
         self._outbox: Outbox | None = None
         self.projections: ProjectionTable | None = None
         """The matrices of `project`, on a worker that captures."""
+        self.features: HeldFeatures | None = None
+        """Autoencoders, likewise."""
         if self.fills:
             files = config.lens_files
             self.lenses = {n: FileLens(n, path, shape, device) for n, path in files.items()}
             # Alone, a worker is the engine core, whose one thread launches, and waits.
             apart = self._config.parallel_config.world_size > 1
             self.projections = ProjectionTable(hidden, device)
-            read = self._config.steering_config.feature_files
-            own = {n: file for n, file in read.items() if file.layer in {at for _, at in sites}}
-            autoencoders = on_device(own, device, shape.torch_dtype)
-            material = Material(self.arena, self.projections, autoencoders)
+            steering, here = self._config.steering_config, {layer for _, layer in sites}
+            own = {n: file for n, file in steering.feature_files.items() if file.layer in here}
+            room = steering.features_memory_bytes if steering.features_root else 0
+            self.features = HeldFeatures(own, here, device, shape.torch_dtype, room)
+            material = Material(self.arena, self.projections, self.features.by_key)
             self._outbox = Outbox(self._landing, material, sleeps=apart)
 
     def captures(self, site: Site) -> bool:
