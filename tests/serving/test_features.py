@@ -556,6 +556,7 @@ def test_what_got_its_name_late_is_read_by(
     now += 3 * feature_room.KEPT_SECONDS
     llm.steering.state()
     assert len(held(llm) - first) == 2, "a request reads by it"
+    now += 2 * feature_room.KEPT_SECONDS  # in which nobody looks
     running = rows_of(finished())
     [output] = serve(llm, [one], log_probs=False)
     other = rows_of(output)

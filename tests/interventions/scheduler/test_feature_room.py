@@ -5,6 +5,7 @@ bytes are counted until the memory is free."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,8 @@ class Engine:
 
     def load(self, name: str, file: FeatureFile) -> None:
         assert self.call("load", name, file) == {}
+        for held in self.workers:
+            wait(held._reading.values())
         while self.call("loaded", name, file):
             pass
         self.named.add(file.stamp)
@@ -102,8 +105,15 @@ def test_workers_of_the_layer_have_it(engine: Engine, file: FeatureFile) -> None
     want = Autoencoder.load(file.path)
     for held in engine.workers[:2]:
         assert torch.equal(held.by_key["one"].encoder, want.encoder)
-        assert held.by_key["one"].encoder.data_ptr() != want.encoder.data_ptr()
     assert size_of(file.path, HIDDEN, 4).device == SIZE
+    kept, weights = want.encoder.clone(), Path(file.path) / "sae_weights.safetensors"
+    header = len(weights.read_bytes()) - sum(4 * t.numel() for t in made_up(1, HIDDEN, 60).values())
+    with weights.open("r+b") as stream:  # somebody writes other numbers in its place
+        stream.seek(header)
+        stream.write(bytes(weights.stat().st_size - header))
+    assert not want.encoder.any()
+    for held in engine.workers[:2]:
+        assert torch.equal(held.by_key["one"].encoder, kept)
 
 
 @pytest.mark.parametrize("error", [ValueError("sae: W_dec is short"), torch.OutOfMemoryError()])
@@ -124,6 +134,7 @@ def test_all_have_it_or_none(
         engine.load("mood", file)
     assert raised.value.parameter == "path"
     assert engine.held == [set(), set(), set()]
+    assert not any(held._reading for held in engine.workers)
     engine.load("mood", file._replace(stamp="two"))
     engine.load("more", file._replace(stamp="three"))
     assert engine.held[0] == engine.held[1] == {"two", "three"}
