@@ -132,6 +132,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     from vllm.v1.interventions.shape import TapShape
     from vllm.v1.interventions.step_rows import Blocks, StepRows
     from vllm.v1.interventions.worker.making.maker import Captured, Material
+    from vllm.v1.interventions.worker.making.shards import Shards
     from vllm.v1.interventions.worker.rows.outbox import Outbox
     from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -198,7 +199,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     projections = ProjectionTable(args.hidden, torch.device("cpu"))
     members = [(n, np.arange(i * args.tokens, (i + 1) * args.tokens)) for i, n in enumerate(names)]
     blocks = Blocks({layout: members})
-    outbox = Outbox(landing, Material(arena, projections, {}))
+    outbox = Outbox(landing, Material(arena, projections, {}, Shards()))
     encoder = MsgpackEncoder(oob_tensor_consumer=relay.encoder)
     decoder = MsgpackDecoder(EngineCoreOutputs, oob_tensor_provider=received)
     times = dict.fromkeys(STAGES, 0.0)

@@ -30,6 +30,7 @@ from vllm.v1.interventions.makings import Features
 from vllm.v1.interventions.named_features import need_feature_files
 from vllm.v1.interventions.scheduler.feature_room import FeatureRoom
 from vllm.v1.interventions.worker.making.held import HeldFeatures
+from vllm.v1.interventions.worker.making.shards import Shards
 
 _FOLDER = tempfile.TemporaryDirectory()
 """Folder of the autoencoders, while this module is there."""
@@ -119,7 +120,7 @@ def without_memory() -> None:
     """What a worker says whose device is full."""
     file, full = FILES["mood"]._replace(path="sae", stamp="1"), Future[Autoencoder]()
     full.set_exception(torch.OutOfMemoryError())
-    held = HeldFeatures({}, [1], torch.device("cpu"), torch.float32, 0)
+    held = HeldFeatures({}, [1], torch.device("cpu"), torch.float32, 0, Shards())
     held._reading["1"] = full
     raise ValueError(held.answer("loaded", "x", file))
 

@@ -35,16 +35,16 @@ _OF_FILES = {
     "decodes without b_dec": ("decoded += self.decoder_bias", "pass"),
     "decodes without its gain": ("(activations.float() * self.decoder_gain) @", "activations @"),
     "reconstructs without b_dec": (
-        "product(weights, self.decoder) + self.decoder_bias",
-        "product(weights, self.decoder)",
+        "self.products(activations) + self.decoder_bias",
+        "self.products(activations)",
     ),
     "reconstructs without its gain": (
         "weights = (activations * self.decoder_gain)",
         "weights = activations",
     ),
     "reconstructs in units of the encoder": (
-        "return self.unscaled(product(",
-        "return (lambda made, scaled: made)(product(",
+        "return self.unscaled(self.products(",
+        "return (lambda made, scaled: made)(self.products(",
     ),
 }
 _OF_TERMS = {

@@ -632,12 +632,15 @@ def feature_files(llm: LLM) -> dict[str, Any]:
 def test_two_workers_reconstruct(
     tiny_models: TinyModels, files: dict[str, Path], runner: Runner
 ) -> None:
-    """Tensor-parallel ranks each do all of it; of pipeline stages the one that has the layer. They
-    read, too."""
+    """Tensor-parallel ranks all reconstruct, and each reads a shard; of pipeline stages the one
+    that has the layer does."""
     path, row = tiny_models.path("llama"), tiny_models.row("llama")
     split = "tensor_parallel_size" if runner == "v1" else "pipeline_parallel_size"
     options: dict[str, Any] = {split: 2, "steering_families": ["feature", "reconstruct"]}
     options["features"] = [f"{name}={files[name]}@{ENTRIES[name]}" for name in ("jump", "top")]
+    odd = made_up(6, features=FEATURES - 1)
+    path_of_odd = save_autoencoder(files["jump"].parent / "odd", odd)
+    options["features"].append(f"odd={path_of_odd}@post_block.1")
     options["features_root"] = str(files["jump"].parent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -649,23 +652,57 @@ def test_two_workers_reconstruct(
                 ask = Ask(prompt_of(20, 79), {"steering": ops, **serving.capture("all")})
                 [output] = serve(llm, [ask])
                 judge.check(rebuilt(judge, files, ask, output), output)
-            read_by_two(llm)
+            read_by_two(llm, judge, odd)
         finally:
             shut_down(llm)
 
 
-def read_by_two(llm: LLM) -> None:
-    """By a name of the start, and by one that came while the engine served; another file's differ.
-    A name that no worker can have is none."""
-    for name, (point, layer) in (("jump", ("post_block", 1)), ("top", ("pre_attn", LAYERS - 1))):
-        llm.steering.register_features("late", name, point, layer)
-        both = [read(name=of, top=7, ids=[5], error=True) for of in (name, "late")]
-        [output] = serve(llm, [Ask(prompt_of(20, 79), inline(*both))], log_probs=False)
-        of_start, late = (rows_of(output, f"inline[{i}]") for i in range(2))
+def read_by_two(llm: LLM, judge: Judge, odd: dict[str, torch.Tensor]) -> None:
+    """What the formula says of transformers' rows, of numbers of features that two ranks share
+    evenly, and do not; by a name that came while the engine served as by one of the start. Another
+    file's differ, and a name that no worker can have is none."""
+    last = FEATURES - 2
+    for name, site, ids in (
+        ("jump", SITE, [79, 80, 159]),
+        ("odd", SITE, [79, 80, last]),
+        ("top", ("pre_attn", LAYERS - 1), [79, 80, 159]),
+    ):
+        llm.steering.register_features("late", name, *site)
+        asked = [
+            read(name=of, top=20, ids=ids, error=True, above=above)
+            for of, above in ((name, 0.0), ("late", 0.0), (name, 0.5))
+        ]
+        ask = Ask(prompt_of(20, 79), inline(*asked))
+        [output] = serve(llm, [ask], log_probs=False)
+        of_start, late, high = (rows_of(output, f"inline[{i}]") for i in range(3))
         for part in PARTS:
             assert torch.equal(getattr(of_start, part), getattr(late, part)), (name, part)
-        llm.steering.register_features("late", "branch", point, layer)
-        [output] = serve(llm, [Ask(prompt_of(20, 79), inline(both[1]))], log_probs=False)
-        assert (rows_of(output).values - of_start.values).abs().max() > APART
+        sequence = [*ask.prompt, *output.outputs[0].token_ids][:-1]
+        tensors = {"jump": JUMP, "odd": odd, "top": TOP}[name]
+        z, x = before(tensors, judge.reference.run(sequence).rows[site], subtracts=name == "top")
+        threshold = tensors.get("threshold", torch.zeros(len(tensors["b_enc"]))).double()
+        f = torch.where(z > threshold, z.clamp(min=0), 0.0)
+        if name == "top":
+            best = f.topk(K)
+            f = torch.zeros_like(f).scatter_(1, best.indices, best.values)
+        sure = ~((z - threshold).abs() < 1e-4).any(1)
+        assert sure.float().mean() > 0.5
+        best = f.topk(20)
+        assert (of_start.top_values - best.values)[sure].abs().max() < TOLERANCE, name
+        is_active = best.values[sure] > 1e-3
+        assert torch.equal(of_start.top_ids[sure][is_active].long(), best.indices[sure][is_active])
+        assert (of_start.values - f[:, ids])[sure].abs().max() < TOLERANCE, name
+        assert (of_start.values - f[:, [78, 81, 0]])[sure].abs().max() > APART
+        for rows, above in ((of_start, 0.0), (high, 0.5)):
+            clear = sure & ~((f - above).abs() < 1e-4).logical_and(f > 0).any(1)
+            assert torch.equal(rows.active[clear].long(), (f > above).sum(1)[clear])
+        assert name == "top" or not torch.equal(of_start.active, high.active)
+        left = x - f @ tensors["W_dec"].double() - tensors["b_dec"].double()
+        assert (of_start.error - left.norm(dim=1))[sure].abs().max() < 1e-3, name
+        half = x - f[:, :80] @ tensors["W_dec"][:80].double() - tensors["b_dec"].double()
+        assert (of_start.error - half.norm(dim=1))[sure].abs().max() > APART
+        llm.steering.register_features("late", "branch", *site)
+        [output] = serve(llm, [Ask(ask.prompt, inline(asked[1]))], log_probs=False)
+        assert (rows_of(output).values - of_start.values).abs().max() > APART or name == "jump"
     with pytest.raises(ValueError, match="none cannot be read as an autoencoder"):
         llm.steering.register_features("none", "none", "post_block", 1)

@@ -13,6 +13,7 @@ from vllm.v1.interventions.messages import CapturedChunk, WorkerRequest
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.step_rows import Blocks, StepRows
 from vllm.v1.interventions.worker.making.maker import Captured, Material
+from vllm.v1.interventions.worker.making.shards import Shards
 from vllm.v1.interventions.worker.rows.outbox import Outbox
 from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
 
@@ -29,7 +30,7 @@ def step_rows(
     hidden = arena.shape[1]
     table = table or ProjectionTable(hidden, torch.device("cpu"))
     rows = StepRows(version, blocks, hidden, arena.dtype)
-    Outbox(landing or Landing(0), Material(arena, table, {})).send(
+    Outbox(landing or Landing(0), Material(arena, table, {}, Shards())).send(
         rows, Captured(positions, positions)
     )
     return rows

@@ -27,6 +27,7 @@ from vllm.v1.interventions.scheduler import feature_room
 from vllm.v1.interventions.scheduler.feature_room import KEPT_SECONDS, FeatureRoom
 from vllm.v1.interventions.worker.making import held as held_module
 from vllm.v1.interventions.worker.making.held import HeldFeatures
+from vllm.v1.interventions.worker.making.shards import Shards
 
 pytestmark = pytest.mark.quick
 
@@ -35,7 +36,7 @@ SIZE = 2 * 4 * HIDDEN * FEATURES + 4 * (4 * FEATURES + HIDDEN)
 
 
 def worker(*layers: int) -> HeldFeatures:
-    return HeldFeatures({}, layers, torch.device("cpu"), torch.float32, 0)
+    return HeldFeatures({}, layers, torch.device("cpu"), torch.float32, 0, Shards())
 
 
 @dataclass

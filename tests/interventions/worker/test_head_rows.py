@@ -36,6 +36,7 @@ from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention.layers import attention_of
 from vllm.v1.interventions.worker.making.maker import Captured, Material
 from vllm.v1.interventions.worker.making.makers import MAKERS
+from vllm.v1.interventions.worker.making.shards import Shards
 from vllm.v1.interventions.worker.rows.arena import RowMap
 from vllm.v1.interventions.worker.rows.outbox import Outbox
 from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
@@ -115,7 +116,7 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
     step = StepRows(1, blocks, HIDDEN, torch.float32)
     projections = ProjectionTable(HIDDEN, torch.device("cpu"))
     projections.write([(0, MATRIX.numpy().tobytes())])
-    outbox = Outbox(Landing(1 << 20), Material(arena, projections, {}))
+    outbox = Outbox(Landing(1 << 20), Material(arena, projections, {}, Shards()))
     outbox.send(step, captured_at(captured))
     for i, (request, _) in enumerate(asked):
         if kept[i] is None:
@@ -166,7 +167,7 @@ def test_a_stream_whose_sites_are_elsewhere_is_empty(making: AnyMaking) -> None:
         blocks = Blocks({group: [("0", np.arange(3))]})
         arena = torch.zeros(blocks.all[0].num_raw + blocks.all[0].num_rest, HIDDEN)
         table = ProjectionTable(HIDDEN, torch.device("cpu"))
-        maker = MAKERS[type(making)](Material(arena, table, {}))
+        maker = MAKERS[type(making)](Material(arena, table, {}, Shards()))
         values = maker.make(blocks.all[0], group.streams[1], captured_at(3))
         assert values.shape[1] == 0
 

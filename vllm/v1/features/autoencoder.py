@@ -150,12 +150,16 @@ class Autoencoder:
     def active(self, products: torch.Tensor) -> torch.Tensor:
         """Return the activations of rows, of their products with the encoder, float32 [...,
         features]."""
-        before = torch.addcmul(self.bias, products, self.gain)
-        activations = before.where(before > self.threshold, 0.0)
+        activations = self.above(products)
         if not self.k:
             return activations
         kept = activations.topk(self.k)
         return torch.zeros_like(activations).scatter_(-1, kept.indices, kept.values)
+
+    def above(self, products: torch.Tensor) -> torch.Tensor:
+        """Return activations as `active`, whether or not they are among the `k` largest."""
+        before = torch.addcmul(self.bias, products, self.gain)
+        return before.where(before > self.threshold, 0.0)
 
     def decode(self, activations: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows [..., hidden] that activations [..., features] stand for.
@@ -189,8 +193,12 @@ class Autoencoder:
 
     def decoded(self, activations: torch.Tensor, scaled: Scaled) -> torch.Tensor:
         """Return what activations [n, features] of scaled rows stand for, as `reconstruct`."""
+        return self.unscaled(self.products(activations) + self.decoder_bias, scaled)
+
+    def products(self, activations: torch.Tensor) -> torch.Tensor:
+        """Return the products of activations [n, features] with the decoder."""
         weights = (activations * self.decoder_gain).to(self.decoder.dtype)
-        return self.unscaled(product(weights, self.decoder) + self.decoder_bias, scaled)
+        return product(weights, self.decoder)
 
     def unscaled(self, decoded: torch.Tensor, scaled: Scaled) -> torch.Tensor:
         """Return what is decoded in the units of rows; of a transcoder as it is, whose decoder

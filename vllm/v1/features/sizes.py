@@ -27,11 +27,12 @@ class Size(NamedTuple):
     """In the memory of a process that has its file open; a matrix that is mapped takes none."""
 
 
-def size_of(path: str | Path, hidden: int, itemsize: int) -> Size:
+def size_of(path: str | Path, hidden: int, itemsize: int, ranks: int = 1) -> Size:
     """Return what an autoencoder of rows [hidden] takes.
 
     Args:
         itemsize: bytes of a number of a matrix on the device.
+        ranks: number of tensor-parallel ranks, each of which has a shard on its device.
 
     Raises:
         ValueError: it cannot be read, or has no encoder; the message names the file.
@@ -43,9 +44,17 @@ def size_of(path: str | Path, hidden: int, itemsize: int) -> Size:
         name = next((name for name in _ENCODERS if name in numbers), None)
         if name is None:
             raise ValueError(f"{file} lacks {_ENCODERS[0]}; it has {sorted(numbers)[:12]}")
-    vectors = 4 * (_VECTORS * (numbers[name] // hidden) + hidden)
+    features = numbers[name] // hidden
+    shard = -(-features // ranks)
     stays = 4 * sum(numbers.values()) if file.suffix == ".npz" else 0
-    return Size(2 * numbers[name] * itemsize + vectors, stays + vectors)
+    return Size(
+        2 * hidden * shard * itemsize + _vectors(shard, hidden),
+        stays + _vectors(features, hidden),
+    )
+
+
+def _vectors(features: int, hidden: int) -> int:
+    return 4 * (_VECTORS * features + hidden)
 
 
 def _numbers(file: Path) -> dict[str, int]:

@@ -34,13 +34,20 @@ def minus_of(stream: Stream) -> list[Site]:
     return [(POINTS[point].copied[1], layer) for point, layer in stream.sites]
 
 
+def all_make(config: "VllmConfig") -> bool:
+    """Tell whether every tensor-parallel rank makes a part of something that is captured."""
+    steering = config.steering_config
+    has_features = bool(steering.features or steering.features_root)
+    return config.capture_config.shared or has_features
+
+
 def num_senders(config: "VllmConfig") -> int:
     """Number of tensor-parallel ranks of a stage that send rows in a step of many, each its share.
 
     It is the first alone where all ranks make a part of what is captured, where a KV connector
     aggregates outputs in its way, and where the engine core has not started all workers here.
     """
-    parallel, whole = config.parallel_config, config.capture_config.shared
+    parallel, whole = config.parallel_config, all_make(config)
     here = parallel.distributed_executor_backend == "mp" and parallel.nnodes == 1
     alone = whole or not here or config.kv_transfer_config is not None
     return 1 if alone else parallel.tensor_parallel_size
@@ -108,10 +115,12 @@ class CaptureGroup:
         """Kinds of values that are made."""
         self.shared = any(kind.shared for kind in self.kinds)
         """True if every tensor-parallel rank makes a part of it."""
+        self.late = any(kind.late for kind in self.kinds)
+        """True if some of it is made when the forward has ended."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what only the worker asks for: each step's rows are sent with their groups."""
-        own = {"sites", "site_set", "rest_at", "kinds", "shared"}
+        own = {"sites", "site_set", "rest_at", "kinds", "shared", "late"}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def _runs(self, stream: LocalStream) -> list[tuple[int, int]]:

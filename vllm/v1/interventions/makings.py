@@ -93,6 +93,8 @@ class Making(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """True if sites may be of several kinds, for a consumer that takes rows of several widths."""
     shared: ClassVar[bool] = False
     """True if every tensor-parallel rank makes a part of it."""
+    late: ClassVar[bool] = False
+    """True if it needs more than rows: it is made when the forward has ended."""
     takes_room: ClassVar[bool] = False
     """True if what is made counts among the rows of a step: it may take as much memory as they
     do."""
@@ -260,6 +262,7 @@ class Attention(Making, frozen=True):
     rows_field: ClassVar[str] = "attention.queries"
     mixes: ClassVar[bool] = True
     shared: ClassVar[bool] = True
+    late: ClassVar[bool] = True
     takes_room: ClassVar[bool] = True
     give: tuple[str, ...]
     """Some of `GIVES`, in that order."""
@@ -349,6 +352,7 @@ class Lens(Making, frozen=True):
     field: ClassVar[str] = "lens"
     through_head: ClassVar[bool] = True
     shared: ClassVar[bool] = True
+    late: ClassVar[bool] = True
     takes_room: ClassVar[bool] = True
     name: str
     """A lens of `TapShape.lenses`."""
@@ -386,6 +390,7 @@ class Features(Making, frozen=True):
     """
 
     field: ClassVar[str] = "features"
+    shared: ClassVar[bool] = True
     takes_room: ClassVar[bool] = True
     name: str
     """An autoencoder of `TapShape.features`."""

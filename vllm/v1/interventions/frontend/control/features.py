@@ -77,7 +77,8 @@ def bytes_of(file: FeatureFile, config: "VllmConfig", shape: TapShape) -> int:
     """
     on_gpu = config.device_config.device_type == "cuda"
     with _of_path():
-        size = size_of(file.path, shape.hidden_size, shape.torch_dtype.itemsize if on_gpu else 4)
+        itemsize, parallel = shape.torch_dtype.itemsize if on_gpu else 4, config.parallel_config
+        size = size_of(file.path, shape.hidden_size, itemsize, parallel.tensor_parallel_size)
     return max(size.host, size.device if config.capture_config.enabled else 0)
 
 

@@ -19,6 +19,7 @@ from vllm.v1.interventions.capture_groups import LocalStream
 from vllm.v1.interventions.makings import Features
 from vllm.v1.interventions.step_rows import Block
 from vllm.v1.interventions.worker.making.maker import Captured, Maker, Material
+from vllm.v1.interventions.worker.making.shards import Shards
 
 logger = init_logger(__name__)
 
@@ -92,33 +93,45 @@ class FeatureMaker(Maker):
         width = making.width(1, arena.shape[1])
         made = torch.empty(block.count, sites, width, device=arena.device)
         ids, widths = self._ids(making.ids), [field.width for field in making.fields]
-        number = max(ACTIVATION_BYTES // (4 * making.size), 1)
+        shards = self.material.shards
+        number = max(ACTIVATION_BYTES * shards.ranks // (4 * making.size), 1)
         # An autoencoder has one site; of another worker's site nothing is here.
         for _, rows in self.material.by_run(block, stream):
             autoencoder = self.material.autoencoders[making.key]
             parts = rows.flatten(0, 1).split(number), made.flatten(0, 1).split(number)
             for some, into in zip(*parts, strict=True):
-                _read(making, autoencoder, some, ids, into.split(widths, dim=1))
+                _read(making, autoencoder, shards, some, ids, into.split(widths, dim=1))
         return made
 
 
 def _read(
     making: Features,
     autoencoder: Autoencoder,
+    shards: Shards,
     rows: torch.Tensor,
     ids: torch.Tensor,
     into: Sequence[torch.Tensor],
 ) -> None:
-    """Write what is given of rows [n, hidden] to the fields, each [n, width]."""
+    """Write what is given of rows [n, hidden] to the fields, each [n, width].
+
+    Args:
+        autoencoder: the shard that is here, of `shards`.
+    """
     top_ids, top_values, values, active, error = into
     scaled = autoencoder.scaled(rows)
-    activations = autoencoder.active(product(scaled.rows, autoencoder.encoder))
+    activations = autoencoder.above(product(scaled.rows, autoencoder.encoder))
+    if autoencoder.k:
+        activations = shards.kept(activations, autoencoder.k)
     if making.top:
-        found = activations.topk(making.top)
-        is_active = found.values > making.above
-        top_ids.view(torch.int32).copy_(found.indices.where(is_active, -1))
-        top_values.copy_(found.values.where(is_active, 0.0))
-    values.copy_(activations[:, ids])
-    active.view(torch.int32)[:, 0] = (activations > making.above).sum(1)
+        found, numbers = shards.best(activations, making.top)
+        is_active = found > making.above
+        top_ids.view(torch.int32).copy_(numbers.where(is_active, -1))
+        top_values.copy_(found.where(is_active, 0.0))
+    number = (activations > making.above).sum(1, keepdim=True)
+    together = shards.total(torch.cat([shards.of(activations, ids), number], dim=1))
+    values.copy_(together[:, :-1])
+    active.view(torch.int32).copy_(together[:, -1:])
     if making.error:
-        error[:, 0] = (rows.float() - autoencoder.decoded(activations, scaled)).norm(dim=1)
+        decoded = shards.total(autoencoder.products(activations))
+        decoded = autoencoder.unscaled(decoded + autoencoder.decoder_bias, scaled)
+        error[:, 0] = (rows.float() - decoded).norm(dim=1)

@@ -15,6 +15,7 @@ from vllm.config.steering import FeatureFile
 from vllm.v1.features.autoencoder import Autoencoder, opened
 from vllm.v1.interventions.calls import FeaturePhase
 from vllm.v1.interventions.worker.making.features import device_bytes, on_device
+from vllm.v1.interventions.worker.making.shards import Shards
 
 
 class HeldFeatures:
@@ -25,6 +26,7 @@ class HeldFeatures:
         layers: of this worker.
         dtype: of the model.
         room: bytes of the device for those that come later, reserved from the start; 0 for none.
+        shards: which one of each is held here.
     """
 
     def __init__(
@@ -34,10 +36,13 @@ class HeldFeatures:
         device: torch.device,
         dtype: torch.dtype,
         room: int,
+        shards: Shards,
     ) -> None:
+        self._shards = shards
         self._layers, self._device, self._dtype, self._room = layers, device, dtype, room
         self.by_key = {
-            name: on_device(name, opened(file), device, dtype) for name, file in files.items()
+            name: on_device(name, shards.part(opened(file)), device, dtype)
+            for name, file in files.items()
         }
         self._late: dict[str, int] = {}
         """Key -> bytes, of those that came later."""
@@ -75,7 +80,8 @@ class HeldFeatures:
         del self._reading[file.stamp]
         self._reserved = None
         try:
-            made = on_device(name, reading.result(), self._device, self._dtype, copy=True)
+            part = self._shards.part(reading.result())
+            made = on_device(name, part, self._device, self._dtype, copy=True)
         except torch.OutOfMemoryError:
             return f"{file.path} finds no memory on the device"
         except ValueError as error:

@@ -12,6 +12,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.features.autoencoder import Autoencoder
 from vllm.v1.interventions.capture_groups import LocalStream
 from vllm.v1.interventions.step_rows import Block, Blocks
+from vllm.v1.interventions.worker.making.shards import Shards
 from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
 
 
@@ -38,7 +39,8 @@ class Material:
     Args:
         arena: [rows, hidden] on the device.
         matrices: those of `project`, there too.
-        autoencoders: `Features.key` -> autoencoder of this worker's layers, there too.
+        autoencoders: `Features.key` -> shard of an autoencoder of this worker's layers, there too.
+        shards: which one that is.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class Material:
         arena: torch.Tensor,
         matrices: ProjectionTable,
         autoencoders: Mapping[str, Autoencoder],
+        shards: Shards,
     ) -> None:
         self.arena, self.matrices, self.autoencoders = arena, matrices, autoencoders
+        self.shards = shards
         self._columns: WeakKeyDictionary[LocalStream, torch.Tensor] = WeakKeyDictionary()
         """The columns of streams of heads, on the device."""
 

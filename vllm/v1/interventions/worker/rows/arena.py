@@ -17,7 +17,7 @@ from vllm.config.points import FINAL
 from vllm.model_executor.layers.row_capture import WRITTEN, capture_rows
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.transport.landing import Landing
-from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups, num_senders
+from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups, all_make, num_senders
 from vllm.v1.interventions.makings import Attention, Dose, Lens
 from vllm.v1.interventions.messages import WorkerRequest
 from vllm.v1.interventions.plan import Site
@@ -29,6 +29,7 @@ from vllm.v1.interventions.worker.making.doses import DoseMaker, Steered
 from vllm.v1.interventions.worker.making.held import HeldFeatures
 from vllm.v1.interventions.worker.making.lens import FileLens, LensMaker, LensReader
 from vllm.v1.interventions.worker.making.maker import Captured, Material
+from vllm.v1.interventions.worker.making.shards import Shards
 from vllm.v1.interventions.worker.rows.outbox import Outbox
 from vllm.v1.interventions.worker.rows.pinning import Pinning, landing_bytes
 from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
@@ -88,8 +89,9 @@ class CaptureArena:
         # Of attention and of the head before the vocabulary, each has a part, and needs the rows.
         parallel = config.parallel_config
         self._sender = parallel.rank % parallel.tensor_parallel_size
+        self._shards = Shards(self._sender, parallel.tensor_parallel_size)
         lands = self._sender < num_senders(config)
-        self.fills = lands or config.capture_config.shared
+        self.fills = lands or all_make(config)
         """True if rows are captured here, or only where graphs are alike on all ranks."""
         self.reads_attention = config.capture_config.reads_attention
         self._landing = Landing(landing_bytes(config)) if lands else None
@@ -159,8 +161,9 @@ class CaptureArena:
             steering, here = self._config.steering_config, {layer for _, layer in sites}
             own = {n: file for n, file in steering.feature_files.items() if file.layer in here}
             room = steering.features_memory_bytes if steering.features_root else 0
-            self.features = HeldFeatures(own, here, device, shape.torch_dtype, room)
-            material = Material(self.arena, self.projections, self.features.by_key)
+            dtype, shards = shape.torch_dtype, self._shards
+            self.features = HeldFeatures(own, here, device, dtype, room, shards)
+            material = Material(self.arena, self.projections, self.features.by_key, shards)
             self._outbox = Outbox(self._landing, material, sleeps=apart)
 
     def captures(self, site: Site) -> bool:
@@ -250,7 +253,7 @@ class CaptureArena:
     def map(self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor) -> None:
         """Write `dest` for a step, with the arguments of `WorkerInterventions.map_rows`."""
         sends = self._split or self._sender == 0
-        if not self._wanted or not (sends or self._config.capture_config.shared):
+        if not self._wanted or not (sends or self.fills):
             self.clear()
             return
         num_tokens = num_tokens[: len(req_ids)]
@@ -275,7 +278,8 @@ class CaptureArena:
         # Those that decode run graphs, which tell nothing, and are mapped once for many steps.
         decodes = total == len(req_ids)
         rows = sum((group.num_raw + group.rest_rows) * len(at) for group, _, at in members)
-        whole = decodes or rows * PARTS < self.most_rows or any(g.shared for g, _, _ in members)
+        whole = decodes or rows * PARTS < self.most_rows
+        whole |= any(g.late or (g.shared and self._shards.ranks > 1) for g, _, _ in members)
         self._captured_tokens = total
         for part, blocks, tokens in self._laid_out(members, whole):
             self._attention.place(blocks, req_ids)
