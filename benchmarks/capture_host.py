@@ -190,6 +190,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
             request_id=name,
             client_index=0,
             _all_token_ids=[1],
+            num_tokens=1,
             interventions=RequestInterventions(plan, len(prompt), None),
         )
         for name in names
@@ -218,6 +219,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         came: dict[str, Any] = {}
         for request in core:
             request._all_token_ids += [1] * args.tokens
+            request.num_tokens = len(request._all_token_ids)
             came[request.request_id] = request
         mark.append(time.perf_counter())
         outputs = [EngineCoreOutput(r.request_id, [1]) for r in core]

@@ -61,6 +61,21 @@ def test_capture_host(tmp_path: Path) -> None:
     assert cases(tmp_path / "b.json") == cases(tmp_path / "a.json")
 
 
+def test_host_calls_do_not_grow_with_the_batch(tmp_path: Path) -> None:
+    """Of a step in which all decode; results of all tokens so far, at each step, are the twin."""
+    cases_ = ["idle", "deltas", "captured", "mixed", "cumulative"]
+    grown = dict.fromkeys(cases_, 0.0)
+    for requests, sign in ((4, -1), (24, 1)):
+        path = tmp_path / f"{requests}.json"
+        few = ["--requests", str(requests), "--tokens", "8", "--cases", *cases_]
+        run("host_calls", *few, "--json", str(path))
+        for row in json.loads(path.read_text())["rows"]:
+            if row["quantity"] == "our functions":
+                grown[row["case"].split(",")[0]] += sign * row["values"][0]
+    assert grown.pop("cumulative") >= 20
+    assert all(number < 10 for number in grown.values()), grown
+
+
 def test_admission(tmp_path: Path) -> None:
     small = ["--requests", "3", "--layers", "2", "--hidden", "64", "--rounds", "1", "--profile"]
     run("admission", *small, "--json", str(tmp_path / "a.json"))
