@@ -46,7 +46,7 @@ KEYS = [
             focus_request, "queries & Positions([(first, END)])", "queries",
         ),
         "not cut where runs begin and end": (segments, _EDGES, ""),
-        "plain": (block_identity, "*filter(None, [s.focus_key])", ""),
+        "plain": (block_identity, "_join(s.program, s.focus_key)", "s.program"),
     }.items()
 ]  # fmt: skip
 """In what tells blocks apart."""

@@ -159,12 +159,12 @@ def resolve(
             "tiers could not act on them exactly; send the whole prompt",
         )
     field = next((f for f in PLAN_FIELDS if getattr(params, f) is not None), None)
-    defaults = modules.defaults()
+    defaults, judged = modules.defaults(), params.rules is not None or bool(modules.rules)
     if field is None and defaults:
         field = defaults[0][0]
     if field is None and config.capture_config.captures_all:
         field = "capture"
-    if field is None and modules.rules:
+    if field is None and judged:
         field = "rules"
     if field is None:
         return None
@@ -173,8 +173,9 @@ def resolve(
     assert final_params is not None and final_params.max_tokens is not None
     if final_params.max_tokens > MOST_TOKENS:
         reject("max_tokens", f"with {field}, must be at most {MOST_TOKENS}")
-    asked = params, final_params.max_tokens, given, field, config, tokenizer, modules, num_prompts
-    if config.capture_config.captures_all or modules.rules:
+    max_tokens, acts = final_params.max_tokens, (bool(defaults), judged)
+    asked = params, max_tokens, given, field, acts, config, tokenizer, modules, num_prompts
+    if params.capture is not None or config.capture_config.captures_all or judged:
         return _made(*asked)
     make = partial(_made, *asked)
     return modules.plans.plan(
@@ -187,6 +188,7 @@ def _made(
     max_tokens: int,
     given: dict[str, Any],
     field: str,
+    acts: tuple[bool, bool],
     config: "VllmConfig",
     tokenizer: TokenizerLike | None,
     modules: ModuleCatalog,
@@ -196,6 +198,7 @@ def _made(
 
     Args:
         field: what asks for it, for errors.
+        acts: whether modules act that the request does not name, and whether any rule does.
     """
     n = params.n or 1
     work = Work(config.steering_config.max_request_work, n, num_prompts)
@@ -216,10 +219,10 @@ def _made(
     shape = config.tap_shape
     steering = capture = None
     asked = any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT))
-    if asked or modules.defaults():
+    by_default, judged = acts
+    if asked or by_default:
         steered = need_steering(config, field)
         steering = steering_plan(params, prompt, config.steering_config, steered, modules)
-    judged = params.rules is not None or bool(modules.rules)
     if params.capture is not None or judged or config.capture_config.captures_all:
         if not config.capture_config.enabled or shape is None:
             reject(
