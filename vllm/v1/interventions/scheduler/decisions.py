@@ -38,7 +38,7 @@ class SchedulerInterventions:
     A request's life: `arrive`, `admit` each time it joins the running ones, `preempt`, `finish`.
     A step's order: `wake`, `rows.cap_tokens` and `can_admit` while requests are chosen, `admit`,
     `preempt`, `park`, `message` when the step is complete. When its results are there:
-    `relay.accept` of each request, `relay.join`.
+    `relay.accept` of each request that captures and cannot wait, `relay.join` with the others.
     """
 
     def __init__(self, config: "VllmConfig", hash_block_size: int) -> None:

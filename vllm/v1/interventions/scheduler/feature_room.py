@@ -45,7 +45,7 @@ def _stamps(plan: Plan | None) -> Iterator[tuple[str, str]]:
 
 
 def _ask(worker: Any, phase: FeaturePhase, name: str, file: FeatureFile) -> str | None:
-    """Have a worker do it, in its process: `WorkerInterventions.hold`."""
+    """Call `WorkerInterventions.hold` of a worker, in its process."""
     answer: str | None = worker.worker.model_runner.interventions.hold(phase, name, file)
     return answer
 

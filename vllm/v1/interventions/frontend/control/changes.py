@@ -132,7 +132,7 @@ class ChangeBuilder:
         return Change(Globals(features={name: file})), bytes_of(file, config, self.shape)
 
     def open_features(self, change: Change) -> None:
-        """Have the file of `register_features` open, and checked."""
+        """Open the file of `register_features`, and check it."""
         [(name, file)] = change.put.features.items()
         open_file(name, file, self.shape)
 

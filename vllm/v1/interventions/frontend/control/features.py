@@ -83,7 +83,7 @@ def bytes_of(file: FeatureFile, config: "VllmConfig", shape: TapShape) -> int:
 
 
 def open_file(name: str, file: FeatureFile, shape: TapShape) -> None:
-    """Have the file of an autoencoder open.
+    """Open the file of an autoencoder, and check it.
 
     Raises:
         ValueError: it cannot be read, or the model has no such site; the message names file and
