@@ -25,7 +25,7 @@ class Contents(NamedTuple):
     """Arrays or lists of a tier, all of one kind."""
 
     names: tuple[Any, ...]
-    """Points, layers with their types, dtypes and shapes of a tier: all that it says but numbers."""
+    """Points, layers with their types, dtypes and shapes of a tier: all of it but numbers."""
     arrays: Sequence[Any]
     """The value of each layer, in the order in which they are given."""
     dtype: Any
