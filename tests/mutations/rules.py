@@ -110,8 +110,8 @@ _OF_RESOLVE = {
         "or bool(modules.rules and params.output_kind.name != 'DELTA')",
     ),
     "not of requests that say nothing": (
-        "if field is None and modules.rules:",
-        "if False and modules.rules:",
+        "if field is None and judged:",
+        "if False and judged:",
     ),
 }
 
