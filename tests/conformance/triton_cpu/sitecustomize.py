@@ -10,7 +10,6 @@ that an engine spawns get it too. Without `TRITON_INTERPRET=1` it does nothing.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,26 +42,28 @@ def register_cpu_backend() -> None:
     backends.setdefault("cpu", Backend(compiler=None, driver=_InterpreterDriver))
 
 
-def remember_builtins() -> None:
-    """Let the interpreter look for the built-in functions of Triton's language once, and not before
-    each kernel and each function that a kernel calls: a third of its time."""
+class _Kept:
+    """In place of what would undo the interpreter's changes of Triton's language."""
+
+    @staticmethod
+    def restore() -> None:
+        pass
+
+
+def change_language_once() -> None:
+    """Let the interpreter put its own functions into Triton's language for a kernel's first launch,
+    and leave them there: else it does so, and undoes it, for each launch and each function that a
+    kernel calls, which is half of its time."""
     from triton.runtime import interpreter
 
-    builtins_of = cache(
-        lambda owner: [
-            name
-            for name, member in inspect.getmembers(owner)
-            if interpreter.tl.core.is_builtin(member)
-        ]
-    )
+    change = interpreter._patch_lang
 
-    def patch_builtin(owner: Any, builder: Any, scope: Any) -> None:
-        for name in builtins_of(owner):
-            member = getattr(owner, name)
-            if interpreter.tl.core.is_builtin(member):  # no longer, while a kernel runs
-                interpreter._patch_attr(owner, name, member, builder, scope)
+    @cache
+    def change_once(kernel: Callable[..., Any]) -> type[_Kept]:
+        change(kernel)
+        return _Kept
 
-    interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = change_once
 
 
 def compute_as_a_gpu_does() -> None:
@@ -86,5 +87,5 @@ def compute_as_a_gpu_does() -> None:
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     register_cpu_backend()
-    remember_builtins()
+    change_language_once()
     compute_as_a_gpu_does()
