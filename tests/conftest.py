@@ -7,8 +7,10 @@ why). So do those whose models read images, marked `pictures`: they want torchvi
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,6 +106,19 @@ def pytest_collection_finish() -> None:
     """Modules of tests have imported most of what engines need."""
     if "vllm" in sys.modules:
         start_cheaply()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in which files most of the time goes; `--durations` says in which tests."""
+    seconds: Counter[str] = Counter()
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    longest = [(path, each) for path, each in seconds.most_common(60) if each > 5]
+    if longest:
+        terminalreporter.section(f"{sum(seconds.values()):.0f} s, by file")
+    for path, each in longest:
+        terminalreporter.write_line(f"{each:6.0f} s {path}")
 
 
 def tier_of(item: pytest.Item) -> str:
