@@ -87,7 +87,7 @@ def test_nothing_is_copied_to_be_sent() -> None:
     sent = {np.frombuffer(b.raw(), np.uint8).ctypes.data: len(b.raw()) for b in buffers}
     # The rows, the scores, the positions, and little else.
     size = 2 * 200 * SITES * WIDTH * 4 + 200 * SITES * 3 * 4 + 3 * 200 * 8
-    assert sent[rows.tensors()[0].data_ptr()] == rows.num_bytes == size
+    assert sent[rows.tensors()[0].data_ptr()] == rows.blocks.num_bytes == size
     assert sum(sent.values()) < size + 1024
     assert len(stream.getvalue()) < 4096
 

@@ -24,6 +24,7 @@ from vllm import LLM
 from vllm.config.points import STREAM_POINTS
 from vllm.v1.capture import reader
 from vllm.v1.interventions.frontend.results.inbox import RowInbox
+from vllm.v1.interventions.scheduler.relay import RowRelay
 from vllm.v1.interventions.step_rows import StepRows
 
 if TYPE_CHECKING:
@@ -78,11 +79,11 @@ Sent = list[tuple[int, dict[str, list[int]]]]
 def watching_senders() -> Iterator[list[Sent]]:
     """Who sent the rows of each step."""
     steps: list[Sent] = []
-    receive = StepRows.receive
+    begin = RowRelay._begin
 
-    def recorded(rows: Any, places: Any) -> None:
+    def recorded(relay: Any, rows: StepRows) -> None:
         of_step: Sent = []
-        for part in rows._each():
+        for part in _parts(rows) if rows is not relay._step else ():
             layers = {
                 name: sorted({n for s in block.group.streams for n, _ in s.heads})
                 for block in part.blocks.all
@@ -93,12 +94,18 @@ def watching_senders() -> Iterator[list[Sent]]:
                 of_step.append((pid, {}))
             for name, new in layers.items():  # of all parts in which one sender sent them
                 of_step[-1][1].setdefault(name, []).extend(new)
-        steps.append(of_step)
-        receive(rows, places)
+        if of_step:
+            steps.append(of_step)
+        begin(relay, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepRows, "receive", recorded)
+        patch.setattr(RowRelay, "_begin", recorded)
         yield steps
+
+
+def _parts(rows: Any) -> list[Any]:
+    """These rows, and those that joined them."""
+    return [rows, *(part for later in rows._later for part in _parts(later))]
 
 
 def check_senders(steps: list[Sent]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The captured rows of one step on their way from the arena to their requests."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
@@ -60,6 +60,14 @@ class Block:
         rows = arena[at : at + self.count * num_sites]
         return rows.view(self.count, num_sites, -1)[:, first : first + number]
 
+    def raw_of(self, arena: torch.Tensor, stream: LocalStream, begins: int) -> torch.Tensor:
+        """A stream's rows as they are, [count, sites, hidden]; a view if its sites are neighbours.
+        The rest is as for `of`."""
+        if len(stream.runs) == 1:
+            return self.of(arena, *stream.runs[0], begins)
+        parts = [self.of(arena, *run, begins) for run in stream.runs]
+        return torch.cat([arena.new_empty(self.count, 0, arena.shape[1]), *parts], dim=1)
+
     def heads(self, arena: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """The heads of a stream, [count, sites * width].
 
@@ -99,7 +107,25 @@ class Blocks:
         """One past the last arena row."""
         self.names = frozenset(name for block in self.all for name, _ in block.owners)
         self.parts: list[Part] = []
-        """Parts of the memory that `StepRows.parts` returns, once a step asked for them."""
+        """Parts of a step's memory, once `lay_out` was called: int64 [n] positions in block order,
+        what is made of rows on the device, and [num_raw, hidden] rows as they lay in the arena."""
+        self.num_bytes = 0
+        """Bytes of that memory."""
+
+    def lay_out(self, hidden_size: int, dtype: torch.dtype) -> None:
+        """Set `parts`, for rows of this width and dtype."""
+        made = [
+            (_shape(block, stream), dtype_of(stream.dtype))
+            for block in self.all
+            for stream in block.group.streams
+            if not stream.is_raw
+        ]
+        positions = (sum(block.count for block in self.all),), torch.int64
+        rows = (self.num_raw, hidden_size), dtype
+        for shape, kind in (positions, *made, rows):
+            stop = self.num_bytes + prod(shape) * kind.itemsize
+            self.parts.append(Part(self.num_bytes, stop, shape, kind))
+            self.num_bytes = -(-stop // 8) * 8  # a tensor of any dtype may follow
 
     def split(self, positions: torch.Tensor) -> list[tuple["Block", torch.Tensor]]:
         """The blocks, each with the positions of its tokens; all are [n], in block order."""
@@ -122,10 +148,10 @@ class StepRows:
     """
 
     def __init__(self, version: int, blocks: Blocks, hidden_size: int, dtype: torch.dtype) -> None:
+        if not blocks.parts:
+            blocks.lay_out(hidden_size, dtype)
         self._version = version
         self.blocks = blocks
-        self._hidden_size = hidden_size
-        self._dtype = dtype
         self._memory: torch.Tensor | Reference | None = None
         self.places: Places | None = None
         """Object that knows the memory's place in a landing; None if it is ordinary memory."""
@@ -136,38 +162,13 @@ class StepRows:
         """True if `packed` may be used: each sender has a part of every request's rows."""
         self._event: torch.cuda.Event | None = None
 
-    @property
-    def parts(self) -> list[Part]:
-        """Parts of the memory: int64 [n] positions in block order, what is made of rows on the
-        device, and [num_raw, hidden] rows as they lay in the arena."""
-        if not self.blocks.parts:
-            made = [
-                (_shape(block, stream), dtype_of(stream.dtype))
-                for block in self.blocks.all
-                for stream in block.group.streams
-                if not stream.is_raw
-            ]
-            positions = (sum(block.count for block in self.blocks.all),), torch.int64
-            rows = (self.blocks.num_raw, self._hidden_size), self._dtype
-            first = 0
-            for shape, dtype in (positions, *made, rows):
-                stop = first + prod(shape) * dtype.itemsize
-                self.blocks.parts.append(Part(first, stop, shape, dtype))
-                first = _aligned(stop)
-        return self.blocks.parts
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the memory that `fill` takes."""
-        return _aligned(self.parts[-1].stop)
-
     def fill(
         self, memory: torch.Tensor, places: Places | None, copied: torch.cuda.Event | None = None
     ) -> None:
         """Take the memory in which everything will be.
 
         Args:
-            memory: uint8 [>= num_bytes] on the host.
+            memory: uint8 [>= `Blocks.num_bytes`] on the host.
             places: what knows where that is; None for ordinary memory.
             copied: happens when everything has arrived; None if it has.
         """
@@ -175,40 +176,36 @@ class StepRows:
 
     def tensors(self) -> list[torch.Tensor]:
         """Views of the memory's parts."""
-        memory = self._memory
+        memory, parts = self._memory, self.blocks.parts
         assert isinstance(memory, torch.Tensor)
-        return [memory[p.first : p.stop].view(p.dtype).view(p.shape) for p in self.parts]
+        return [memory[a:b].view(kind).view(size) for a, b, size, kind in parts]
 
     def receive(self, places: Places) -> None:
-        """Map the memory, where it came from another process of this host.
+        """Map the memory, where it came from another process of this host, and that of what joined.
 
         Args:
             places: those of this process.
         """
-        for rows in self._each():
-            if isinstance(rows._memory, Reference):
-                rows._memory, rows.places = places.borrow(rows._memory), places
-
-    def _each(self) -> Iterator["StepRows"]:
-        """These rows, and those that joined them."""
-        yield self
+        if isinstance(self._memory, Reference):
+            self._memory, self.places = places.borrow(self._memory), places
         for later in self._later:
-            yield from later._each()
+            later.receive(places)
 
     def _whole(self) -> list[tuple[np.ndarray, list[torch.Tensor]]]:
         """All rows by block: int64 [count] positions, and [count, sites, width] of each stream,
         those of all senders if `packs`."""
         if self._parts is None:
-            self._wait()
+            if self._event is not None:
+                self._wait()
             of_all, *made, rows = self.tensors()
             positions = of_all.numpy().copy()  # small, and should keep no place
             left, self._parts = iter(made), []
             for block in self.blocks.all:
                 own, positions = positions[: block.count], positions[block.count :]
-                values = [
-                    _raw(block, rows, s, self.blocks.first) if s.is_raw else next(left)
-                    for s in block.group.streams
-                ]
+                values = list[torch.Tensor]()
+                for stream in block.group.streams:
+                    raw = stream.is_raw
+                    values += [block.raw_of(rows, stream, self.blocks.first) if raw else next(left)]
                 self._parts.append((own, values))
             for later in self._later if self.packs else ():
                 for (own, values), (same, more) in zip(self._parts, later._whole(), strict=True):
@@ -320,16 +317,3 @@ def _shape(block: Block, stream: LocalStream) -> tuple[int, int, int]:
     sites, width]."""
     number = len(block.owners) if stream.making.adds_up else block.count
     return number, len(stream.places), stream.width
-
-
-def _aligned(num_bytes: int) -> int:
-    """Round a number of bytes up, so that a tensor of any dtype may follow."""
-    return -(-num_bytes // 8) * 8
-
-
-def _raw(block: Block, rows: torch.Tensor, stream: LocalStream, begins: int) -> torch.Tensor:
-    """A stream's rows as they are, [count, sites, hidden]; a view if its sites are neighbours."""
-    parts = [block.of(rows, *run, begins) for run in stream.runs]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([rows.new_empty(block.count, 0, rows.shape[1]), *parts], dim=1)

@@ -90,13 +90,11 @@ class Places:
                 return Address(pid, fd, first, storage.nbytes())
         return None
 
-    def _view(self, place: Address, give_back: Callable[[], object]) -> np.ndarray:
-        """Return a place, uint8 [size]. `give_back` is called when no view of it is left."""
-        # An array of its own, which the views of it keep alive, and nobody else.
-        array = self._map(place)[place.first : place.first + place.size]
-        self._viewed += place.size
-        weakref.finalize(array, self._drop, place.size, give_back).atexit = False
-        return array
+    def _count(self, place: np.ndarray, give_back: Callable[[], object]) -> None:
+        """Count a place, uint8 [size], an array of its own that the views of it keep alive, and
+        nobody else. `give_back` is called when none is left."""
+        self._viewed += place.nbytes
+        weakref.finalize(place, self._drop, place.nbytes, give_back).atexit = False
 
     def _drop(self, size: int, give_back: Callable[[], object]) -> None:
         self._drops.append(size)
@@ -138,7 +136,8 @@ class Places:
         flags = self._map(lease)
         array = self._borrowed.get(place)
         if array is None:
-            array = self._view(place, lambda: flags.__setitem__(lease.first, 0))
+            array = self._map(place)[place.first : place.first + place.size]
+            self._count(array, lambda: flags.__setitem__(lease.first, 0))
             self._borrowed[place] = array
         else:
             flags[lease.first] = 0  # it is this process's already, as long as that is in use
@@ -299,13 +298,14 @@ class Landing(Places, Room):
     def take(self, size: int) -> torch.Tensor | None:
         """Take a place of at least `size` bytes, of any content, uint8, which other processes find;
         None if there is none. It is free again when nobody has a view of it."""
-        self.reclaim()
+        if self._lent:
+            self.reclaim()
         taken = self._find(aligned(size))
         if taken is None:
             return None
-        first, end = taken
-        place = Address(os.getpid(), self._file.fileno(), first, end - first)
-        return torch.from_numpy(self._view(place, lambda: self._free.append(taken)))
+        array = self.memory[slice(*taken)]
+        self._count(array, lambda: self._free.append(taken))
+        return torch.from_numpy(array)
 
 
 def aligned(size: int) -> int:

@@ -262,7 +262,8 @@ class SchedulerInterventions:
         )
         self.tables.put_new(step)
         for turns in self._waits:
-            turns.next_step()
+            if turns.waiting:
+                turns.next_step()
         self._changed_tiers, self._admitted = None, {}
         return None if step.empty else step
 

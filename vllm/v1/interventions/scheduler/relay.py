@@ -3,6 +3,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm.v1.capture.transport.landing import Places, RowEncoder
@@ -81,7 +82,7 @@ class RowRelay:
             at = [i for i, name in enumerate(names) if name in came]
             names, positions = [names[i] for i in at], [positions[i] for i in at]
             requests = [came[name] for name in names]
-        lengths = map(len, [request._all_token_ids for request in requests])
+        lengths = map(len, map(attrgetter("_all_token_ids"), requests))
         others = set[str]()
         for request, position, length in zip(requests, positions, lengths, strict=True):
             ours = request.interventions
@@ -92,8 +93,7 @@ class RowRelay:
                 others |= {request.request_id}
         if others:
             requests = [request for request in requests if request.request_id not in others]
-        clients = {request.client_index for request in requests}
-        for client in clients:
+        for client in {*map(attrgetter("client_index"), requests)}:
             self._whole[client] += [r.request_id for r in requests if r.client_index == client]
         return {*names} - others
 
@@ -132,8 +132,9 @@ class RowRelay:
         if came and captured is not None:
             self._begin(captured)
             accepted = self._accept_decoded(came, captured)
-            for name in captured.names & came.keys() - accepted:
-                self.accept(came[name], captured)
+            if len(accepted) < len(came):
+                for name in captured.names & came.keys() - accepted:
+                    self.accept(came[name], captured)
         if self._step is None and not self._found:
             return
         for client in self._found.keys() | self._whole.keys() | self._cut.keys():

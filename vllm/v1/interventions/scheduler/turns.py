@@ -41,7 +41,7 @@ class Turns:
         self._need = need
         self._by_priority = by_priority
         self._step = 0
-        self._waiting: OrderedDict[str, tuple[Place, int]] = OrderedDict()
+        self.waiting: OrderedDict[str, tuple[Place, int]] = OrderedDict()
         """Request id -> place, and step of the first refusal, of all that were refused."""
         self._refused: set[str] = set()
         """Ids of the requests that were refused in this step."""
@@ -65,7 +65,7 @@ class Turns:
 
     def refuse(self, request: Request) -> None:
         """Note that there is no room for a request in this step."""
-        self._waiting.setdefault(request.request_id, (self._place(request), self._step))
+        self.waiting.setdefault(request.request_id, (self._place(request), self._step))
         self._refused.add(request.request_id)
         self._woken.discard(request.request_id)
 
@@ -100,13 +100,14 @@ class Turns:
 
     def leave(self, request_id: str) -> None:
         """Forget a request that started, or ended."""
-        self._waiting.pop(request_id, None)
+        self.waiting.pop(request_id, None)
+        self._refused.discard(request_id)
         self._woken.discard(request_id)
         if request_id in self.parked:
             self._unpark(request_id)
 
     def next_step(self) -> None:
-        """Count a step."""
+        """Count a step; one in which none waits needs no count."""
         self._step += 1
         self._refused.clear()
         self._failed.clear()
@@ -118,7 +119,7 @@ class Turns:
     def _has_turn(self, place: Place) -> bool:
         """Tell whether nobody before it has waited too long. Sharers of what is there have to wait
         too: what keeps finding new users never gets free."""
-        longest, since = next(iter(self._waiting.values()), (place, self._step))
+        longest, since = next(iter(self.waiting.values()), (place, self._step))
         return self._step - since <= MAX_SKIPS or place <= longest
 
     def _unpark(self, request_id: str) -> Request:

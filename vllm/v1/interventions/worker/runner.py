@@ -408,7 +408,7 @@ class WorkerInterventions:
         self._choose_variant(scheduler_output.num_scheduled_tokens.keys())
         if step is None:
             return
-        if self.table is not None:
+        if self.table is not None and (step.new_sets or step.tiers or step.dropped_sets):
             self.table.take(step)
         for name, placed in step.placed.items():
             if name in self._tables:
@@ -417,10 +417,9 @@ class WorkerInterventions:
     def _choose_variant(self, req_ids: Collection[str]) -> None:
         """Use what a step of these needs, before upstream picks a graph: sizes may differ."""
         if self._variants is not None and req_ids:
-            wanted, tapped = frozenset[int](), self.tokens.steers(req_ids)
-            if self.capture is not None and self.capture.wants(req_ids):
-                wanted, tapped = self.capture.wanted_sites(req_ids), True
-            self._variants.choose(tapped, wanted)
+            wanted = None if self.capture is None else self.capture.wanted_sites(req_ids)
+            tapped = wanted is not None or self.tokens.steers(req_ids)
+            self._variants.choose(tapped, wanted or frozenset())
 
     def need_graph(self, desc: "BatchExecutionDescriptor") -> "BatchExecutionDescriptor":
         """Return the graph for a step, by `ModelVariants.need_graph`; `desc` without variants."""

@@ -114,9 +114,10 @@ class TokenMap:
             positions: int [>= total tokens] on the device.
         """
         if not self.steers(req_ids):
-            self.clear(0)
-            self._clear_focus()
-            self._clear_runs()
+            if self._mapped or self.focuses or self._latches:
+                self.clear(0)
+                self._clear_focus()
+                self._clear_runs()
             return
         batch = self._uploaded(req_ids, num_tokens)
         steps, self._steps = self._steps, self._steps + 1

@@ -3,8 +3,6 @@
 
 from weakref import WeakValueDictionary
 
-import torch
-
 from vllm.v1.capture.transport.landing import Places
 from vllm.v1.interventions.frontend.results.collector import RowCollector
 from vllm.v1.interventions.frontend.results.link import CaptureLink
@@ -44,6 +42,8 @@ class RowInbox:
         """Bytes that came since rows were last copied."""
         self._largest = 0
         """The most bytes that a message had in the landing."""
+        self._size = 0
+        """Bytes of the landing."""
         self.memory = KeptMemory()
         """Memory that rows are copied to: as much of it is kept as this frontend's share of the
         landing."""
@@ -59,6 +59,7 @@ class RowInbox:
     def add(self, chunks: list[CapturedChunk]) -> None:
         """Take the rows of a message; some of their owners may have no collector."""
         before, self._runs, landed = self._runs, {}, self._landed
+        places = self._link.places
         for chunk in chunks:
             key = tuple(chunk.owners)
             run = before.get(key)
@@ -72,18 +73,15 @@ class RowInbox:
             run.chunks.append(chunk)
             self._runs[key] = run
             num_bytes = sum(values.nbytes for values in chunk.values)
-            if self._lies_in_landing(chunk.values):
+            if all(any(p.address_of(v) for p in places) for v in chunk.values if v.numel()):
                 self._landed += num_bytes
             else:
                 self._ordinary += num_bytes
                 run.last_ordinary = len(run.chunks) - 1
         self._largest = max(self._largest, self._landed - landed)
-        if places := self._link.places:
-            self.memory.most = places[0].size // self._frontends
-
-    def _lies_in_landing(self, values: list[torch.Tensor]) -> bool:
-        places = self._link.places
-        return all(any(p.address_of(v) for p in places) for v in values if v.numel())
+        if places:
+            self._size = places[0].size
+            self.memory.most = self._size // self._frontends
 
     @property
     def _crowded(self) -> bool:
@@ -110,8 +108,7 @@ class RowInbox:
         }
         if not self._collectors:
             self._ordinary = self._landed = 0
-        places = self._link.places
-        full = bool(places) and LANDING_SHARE * self._landed > places[0].size
+        full = LANDING_SHARE * self._landed > self._size
         if self._ordinary > ORDINARY_BYTES or (full and self._crowded):
             self._runs = {}
             self._ordinary = self._landed = 0

@@ -5,7 +5,7 @@ Per step: `update` with what the scheduler decided, `map` before the forward or 
 that captures nothing, `collect` after it.
 """
 
-from collections.abc import Collection, Iterable, KeysView, Mapping
+from collections.abc import Collection, KeysView, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -113,6 +113,8 @@ class CaptureArena:
         self._decoding: Decoding | None = None
         self._last_sites: tuple[set[str], frozenset[int]] | None = None
         """Request ids, and what `wanted_sites` found for them, while they capture the same."""
+        self._takes_final = False
+        """True if rows of `_pending` are of what goes to the head."""
         self._pending: list[Leaving] = []
         """The parts of this step's rows."""
 
@@ -206,7 +208,8 @@ class CaptureArena:
             if self._captures.pop(req_id, None) is not None:
                 self._last_sites = None
         self._wanted = step.rows if step is not None else {}
-        self._attention.update(scheduler_output)
+        if self.reads_attention:
+            self._attention.update(scheduler_output)
         if step is None:
             return
         if step.admitted:
@@ -231,13 +234,12 @@ class CaptureArena:
         self.dest.fill_(-1)
         self._decoding = None
 
-    def wants(self, req_ids: Iterable[str]) -> bool:
-        """Tell whether one of these captures in this step, here or at another pipeline stage."""
-        return not self._wanted.keys().isdisjoint(req_ids)
-
-    def wanted_sites(self, req_ids: Collection[str]) -> frozenset[int]:
-        """The sites at which these capture here in this step, of every tensor-parallel rank."""
+    def wanted_sites(self, req_ids: Collection[str]) -> frozenset[int] | None:
+        """The sites at which these capture here in this step, of every tensor-parallel rank; None
+        if none of them captures, here or at another pipeline stage."""
         wanted = self._wanted.keys() & req_ids
+        if not wanted:
+            return None
         if self._last_sites is None or self._last_sites[0] != wanted:
             groups = {self._captures[r][0] for r in wanted & self._captures.keys()}
             sites = frozenset[int]().union(*(group.site_set for group in groups if group))
@@ -263,7 +265,8 @@ class CaptureArena:
         last, wanted = self._decoding, self._wanted.keys()
         if last and len(req_ids) == total and (last.req_ids, last.wanted) == (req_ids, wanted):
             # As in the step before: nothing is sent.
-            self._attention.count_keys(last.blocks)
+            if self.reads_attention:
+                self._attention.count_keys(last.blocks)
             self._pending = [Leaving(*self._rows_at(last.blocks, positions, last.token_index))]
             return
         self.clear()
@@ -281,8 +284,10 @@ class CaptureArena:
         whole = decodes or rows * PARTS < self.most_rows
         whole |= any(g.late or (g.shared and self._shards.ranks > 1) for g, _, _ in members)
         self._captured_tokens = total
+        self._takes_final = any(self._final in group.site_set for group, _, _ in members)
         for part, blocks, tokens in self._laid_out(members, whole):
-            self._attention.place(blocks, req_ids)
+            if self.reads_attention:
+                self._attention.place(blocks, req_ids)
             token_index = async_tensor_h2d(tokens, self._device)
             for block, own in blocks.split(token_index):
                 self._row_map.write(block, own)
@@ -322,8 +327,8 @@ class CaptureArena:
 
     def wrote(self, dest: torch.Tensor) -> None:
         """Send a part of the rows when the forward has left all of it, as `Written.wrote`."""
-        if not any(part.missing for part in self._pending):
-            return
+        if not self._pending or self._pending[-1].missing is None:
+            return  # they leave after the forward
         # Not by its offset: compiled code makes a copy of what is not aligned.
         site, rest = divmod(dest.data_ptr() - self.dest.data_ptr(), self.dest[0].nbytes)
         for part in () if rest else self._pending:
@@ -336,7 +341,7 @@ class CaptureArena:
         self, blocks: Blocks, positions: torch.Tensor, token_index: torch.Tensor
     ) -> tuple[StepRows, Captured]:
         """A step's result, and what is captured for it."""
-        rows = StepRows(self._version, blocks, self.shape.hidden_size, self.shape.torch_dtype)
+        rows = StepRows(self._version, blocks, self.arena.shape[1], self.arena.dtype)
         programs = self._tokens.focus[token_index] if self._tokens.focuses else None
         return rows, Captured(positions[token_index].long(), token_index, programs)
 
@@ -346,10 +351,7 @@ class CaptureArena:
         Args:
             probed: whether this is a forward of the start-up check.
         """
-        if self._final is None or not (self._pending or probed):
-            return
-        blocks = [block for part in self._pending for block in part.rows.blocks.all]
-        if probed or any(self._final in block.group.sites for block in blocks):
+        if self._final is not None and (probed or (self._pending and self._takes_final)):
             on = self.switches[self._final]
             capture_rows(hidden_states, self.arena, self.dest[self._final], on)
 

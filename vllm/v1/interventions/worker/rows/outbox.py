@@ -63,23 +63,24 @@ class Outbox:
             early: whether the forward goes on, and will have ended much later than these arrive.
         """
         assert self._landing is not None
-        *others_at, rows_at = step.parts
+        blocks = step.blocks
+        *others_at, rows_at = blocks.parts
         others = [captured.positions]
         if len(others_at) > 1:
-            blocks = captured.of_blocks(step.blocks)
-            others += [values for block, at in blocks for values in self._made_of(block, at)]
-        size = step.num_bytes
+            own = captured.of_blocks(blocks)
+            others += [values for block, at in own for values in self._made_of(block, at)]
+        size = blocks.num_bytes
         memory = self._landing.take(size)
         places = None if memory is None else self._landing
         if memory is None:
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda)
         sent = torch.cuda.Event(blocking=self._sleeps) if self._cuda else None
         step.fill(memory, places, sent)
-        first = step.blocks.first * self._row_bytes
+        first = blocks.first * self._row_bytes
         stop = first + rows_at.stop - rows_at.first
         rows = self._rows[first:stop]
         if sent is None:
-            for part, values in zip(step.parts, (*map(_bytes_of, others), rows), strict=True):
+            for part, values in zip(blocks.parts, (*map(_bytes_of, others), rows), strict=True):
                 memory[part.first : part.stop].copy_(values)
             return
         main = torch.cuda.current_stream()

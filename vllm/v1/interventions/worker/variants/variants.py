@@ -103,6 +103,12 @@ class ModelVariants:
         self._plain_config.steering_config = SteeringConfig()
         self._plain_config.capture_config = config.capture_config.without_captures()
         self._plain = self._steering = self._tapped = self._current = _Variant(taps, self._all)
+        self._counts = False
+        """True if steps that want captures are counted: sets of sites may get graphs."""
+        self.tapped = True
+        """True if the variant in use has taps."""
+        self._settled: tuple[bool, frozenset[int]] | None = None
+        """The last arguments of `choose`, while they need no more than what is in use."""
         self._set_taps(self._tapped)
         if _can_switch(config):
             self._plain = _Variant(dict.fromkeys(taps), self._all)
@@ -136,6 +142,8 @@ class ModelVariants:
         if graphs_of(graph_owner):
             self.choose(tapped=True)  # not one of those that go
             self._graph_owner = ref(graph_owner)
+            keeps = self._late and self._tapped is not self._plain
+            self._counts = keeps and isinstance(graph_owner, CudaGraphManager)
             self._pieces.clear()
             self._warm.clear()
             self._sets.clear()
@@ -177,26 +185,23 @@ class ModelVariants:
             wanted: the sites at which it captures; None for all.
         """
         wanted = self._all if wanted is None else wanted
+        if self._settled == (tapped, wanted):
+            return
         variant = self._of(wanted) if tapped else self._plain
         if variant is not self._current:
             self._use(variant)
         self._turn(wanted)
+        if not (self._counts and variant.sites != wanted):
+            self._settled = tapped, wanted
 
     def _of(self, wanted: frozenset[int]) -> _Variant:
-        manager = self._graph_owner()
-        keeps = self._late and self._tapped is not self._plain
-        sites = self._sets.choose(wanted, keeps and isinstance(manager, CudaGraphManager))
+        manager, sites = self._graph_owner(), self._sets.choose(wanted, self._counts)
         if sites not in self._of_taps:
             variant = _Variant(self._tapped.taps, sites)
             variant.graphs[manager] = self._no_graphs(manager, variant)
             made = {**self._of_taps, sites: variant}
             self._of_taps = {kept: made[kept] for kept in self._sets.sets}
         return self._of_taps[sites]
-
-    @property
-    def tapped(self) -> bool:
-        """True if the variant in use has taps."""
-        return self._current.taps is self._tapped.taps
 
     def need_graph(
         self, desc: BatchExecutionDescriptor, map_dummy: Callable[[], None]
@@ -265,7 +270,7 @@ class ModelVariants:
         if self._switches is not None and on != self._on:
             self._switches.fill_(False)
             self._switches[list(on)] = True
-            self._on = on
+            self._on, self._settled = on, None
 
     def _no_graphs(self, graph_owner: Any, variant: _Variant) -> dict[str, Any]:
         """Return the attributes that a graph owner has before any graph of this variant is
@@ -285,7 +290,8 @@ class ModelVariants:
         if names := graphs_of(graph_owner):
             self._current.graphs[graph_owner] = {n: getattr(graph_owner, n) for n in names}
             vars(graph_owner).update(variant.graphs[graph_owner])
-        self._current = variant
+        self._current, self._settled = variant, None
+        self.tapped = variant.taps is self._tapped.taps
 
     @cached_property
     def _stand_ins(self) -> dict[nn.Module, nn.Module]:
