@@ -17,6 +17,7 @@ from vllm.v1.interventions import vectors
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.frontend.request import memo, module_plans, resolve
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.global_state import Globals
 from vllm.v1.interventions.plan import Plan
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.scheduler.module_sets import ModuleSets
@@ -190,9 +191,7 @@ def compare(seed: int) -> int:
             modules[name] = parse_module(value, name, SHAPE, CONFIG.steering_config)
             if rng.random() < 0.3:
                 del modules[name]
-            known = catalog.state.modules
-            known.clear()
-            known.update(modules)
+            catalog._state = Globals(modules=dict(modules))  # another, as each change makes
         asked: dict[str, Any] = {
             "steering_modules": rng.choice([None, rng.choices(NAMES, k=rng.randint(0, 2))]),
             "steering_inherit_global": rng.choice([None, None, True, False, 1]),

@@ -142,13 +142,14 @@ class SchedulerInterventions:
         """
         plan = request.interventions.plan
         asks = plan.steering is not None or plan.capture is not None
-        if asks:
+        if asks and (self._turns.waiting or self._row_turns.waiting):
             self._turns.leave(request.request_id)
             self._row_turns.leave(request.request_id)
         if asks and request.request_id not in self._reserved:
             self._reserved.add(request.request_id)
             self.tables.reserve(request.request_id, plan)
-            self.captures.admit(request)
+            if plan.capture is not None:
+                self.captures.admit(request)
         if plan.steering is not None or self.state.tiers.active:
             self.stale_blocks.writers.add(request.request_id)
         if asks or self.state.tiers.active:

@@ -43,7 +43,7 @@ class BlockIdentity:
 
     def __init__(self, plan: SteeringPlan | None, num_prompt_tokens: int) -> None:
         self._prompt = num_prompt_tokens
-        self._sums = {} if plan is None else {each.digest: each for each in plan.sums}
+        self._sums = [] if plan is None else plan.sums
         self._rows: dict[tuple[str, tuple[str, ...]], str] = {}
         self._inherits = plan is None or plan.inherit
         self._eras = _NEVER_SET
@@ -109,7 +109,7 @@ class BlockIdentity:
             return vector_sum
         made = vector_sum, tiers
         if made not in self._rows:
-            own = self._sums.get(vector_sum)
+            own = next((each for each in self._sums if each.digest == vector_sum), None)
             sets = [] if own is None else [(own.digest, 1.0)] if own.factors else own.sets
             self._rows[made] = sum_digest([*sets, *((tier, 1.0) for tier in tiers)])
         return self._rows[made]

@@ -3,7 +3,7 @@
 
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from operator import neg
 from typing import Generic, TypeVar
 
@@ -60,9 +60,9 @@ class Pool(Generic[T]):
         """Rows that admitted requests hold."""
         return self.size - len(self._free) - len(self._unused)
 
-    def has(self, digests: Iterable[str]) -> bool:
-        """Tell whether some contents have their rows already."""
-        return self._placed.keys() >= set(digests)
+    def has(self, wanted: Mapping[str, T]) -> bool:
+        """Tell whether all of `wanted`, digest -> content, has its rows already."""
+        return self._placed.keys() >= wanted.keys()
 
     def fits(self, wanted: Mapping[str, T]) -> bool:
         """Tell whether all of `wanted`, digest -> content, has rows now, and can be sent in the
@@ -81,22 +81,24 @@ class Pool(Generic[T]):
         free = self._free.copy()
         return all(_take(free, self._rows(content)) is not None for content in new)
 
-    def reserve(self, owner: str, wanted: Mapping[str, T]) -> None:
-        """Give an owner the rows that `fits` promised."""
+    def reserve(self, owner: str, wanted: Mapping[str, T]) -> bool:
+        """Give an owner the rows that `fits` promised. Returns whether any is new."""
         self._digests[owner] = list(wanted)
         for digest in wanted:
             self._users[digest] += 1
             # All of them first: placing one must not evict another, to be sent again.
             self._unused.pop(digest, None)
-        for digest, content in wanted.items():
-            if digest not in self._placed:
-                if not self._free:
-                    self._remove(self._unused.popitem(last=False)[0])
-                row = _take(self._free, self._rows(content))
-                assert row is not None
-                self._placed[digest] = row, content
-                self._new[digest] = None
-                self._new_bytes += self._num_bytes(content)
+        new = [digest for digest in wanted if digest not in self._placed]
+        for digest in new:
+            content = wanted[digest]
+            if not self._free:
+                self._remove(self._unused.popitem(last=False)[0])
+            row = _take(self._free, self._rows(content))
+            assert row is not None
+            self._placed[digest] = row, content
+            self._new[digest] = None
+            self._new_bytes += self._num_bytes(content)
+        return bool(new)
 
     def row(self, digest: str) -> int:
         """The first row of a content in use; 0 for `UNSTEERED`."""

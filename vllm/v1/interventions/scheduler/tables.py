@@ -76,6 +76,7 @@ class Tables:
         )
         self._pools = self.sums, self.terms, self.programs, self.focus, self.matrices
         self._sets = VectorSets()
+        self._sums_alone = lru_cache(256)(_sums_alone)  # many are alike, and share one
         self._has_new = False
         self._asked: _Asked | None = None
         """The last request that was asked about: as a rule it is admitted next."""
@@ -111,23 +112,19 @@ class Tables:
 
     def fits(self, request_id: str, plan: Plan) -> bool:
         """Tell whether all that a plan needs has rows now, and can be sent in the coming step."""
-        steering = plan.steering
-        if steering is not None:
-            if plan.capture is None and not (steering.programs or steering.focus_programs):
-                keys = [_sum_key(each.digest, steering.inherit) for each in steering.sums]
-                if self.sums.has(keys):
-                    return True
-            if not self._sets.fits(steering.sets):
-                return False
-        return all(pool.fits(contents) for pool, contents in self._wanted(request_id, plan))
+        wanted = self._wanted(request_id, plan)
+        if all(pool.has(contents) for pool, contents in wanted):
+            return True
+        if plan.steering is not None and not self._sets.fits(plan.steering.sets):
+            return False
+        return all(pool.fits(contents) for pool, contents in wanted)
 
     def reserve(self, request_id: str, plan: Plan) -> None:
         """Take the rows that `fits` promised."""
         self._has_new = True
-        for pool, contents in self._wanted(request_id, plan):
-            pool.reserve(request_id, contents)
+        new = [pool.reserve(request_id, own) for pool, own in self._wanted(request_id, plan)]
         self._asked = None
-        if plan.steering is not None and plan.steering.sums:
+        if any(new) and plan.steering is not None and plan.steering.sums:
             sets = {each.digest: each for each in plan.steering.sets}
             for vector_sum in plan.steering.sums:
                 slot = self.sums.row(_sum_key(vector_sum.digest, plan.steering.inherit))
@@ -156,7 +153,7 @@ class Tables:
             firsts.append(s.first)
             rows.append(table_row(slot, generated=s.first >= num_prompt_tokens))
         if capture is None and not (steering.programs or steering.focus_programs):
-            return _sums_alone(tuple(firsts), tuple(rows))
+            return self._sums_alone(tuple(firsts), tuple(rows))
         return WorkerRequest(
             firsts=np.array(firsts, dtype=np.int64),
             table_rows=np.array(rows, dtype=np.int32),
@@ -212,9 +209,8 @@ class Tables:
             pool.restore()
 
 
-@lru_cache(256)
 def _sums_alone(firsts: tuple[int, ...], table_rows: tuple[int, ...]) -> WorkerRequest:
-    """A request without operations and captures: many are alike, and share one."""
+    """A request without operations and captures."""
     return WorkerRequest(
         firsts=np.array(firsts, dtype=np.int64),
         table_rows=np.array(table_rows, dtype=np.int32),

@@ -58,7 +58,8 @@ class Turns:
 
     def try_admit(self, request: Request) -> bool:
         """Tell whether a request may start now. A refusal is remembered."""
-        if self._has_turn(self._place(request)) and self._fits(request):
+        has_turn = not self.waiting or self._has_turn(self._place(request))
+        if has_turn and self._fits(request):
             return True
         self.refuse(request)
         return False

@@ -17,6 +17,8 @@ _OTHERS = tuple(f for f in PLAN_FIELDS if f not in ("steering_modules", INHERIT)
 
 
 class _Known(NamedTuple):
+    state: object
+    """The global state that they were looked up in last."""
     acting: list[str | None]
     """The digests of the modules that the plan is made of."""
     plan: Plan
@@ -42,6 +44,7 @@ class ModulePlans:
         given: dict[str, Any],
         max_tokens: int | None,
         num_prompts: int,
+        state: object,
         acting: Callable[[Iterable[Any]], list[str | None]],
         make: Callable[[], Plan | None],
     ) -> Plan | None:
@@ -52,6 +55,7 @@ class ModulePlans:
             given: the prompt, as of `resolve`.
             max_tokens: those of the engine's copy.
             num_prompts: how many prompts came in the same body.
+            state: the global state, another object when anything in it changes.
             acting: returns the digests of the modules that some names mean now, and of those that
                 act by default.
             make: makes and checks the plan; what it raises is raised.
@@ -67,16 +71,16 @@ class ModulePlans:
         if inherit is not None and type(inherit) is not bool:
             return make()
         key = (names, inherit, len(token_ids), max_tokens, params.n, num_prompts)
-        digests = acting(names)
         known = self._kept.get(key)
-        if known is not None and known.acting == digests:
+        if known is not None and known.state is state:
             return known.plan
-        plan = make()
+        digests = acting(names)
+        plan = known.plan if known is not None and known.acting == digests else make()
         steering = None if plan is None else plan.steering
         if plan is not None and steering is not None and not (steering.sets or steering.terms):
             with self._lock:
                 self._kept.pop(key, None)
-                self._kept[key] = _Known(digests, plan)
+                self._kept[key] = _Known(state, digests, plan)
                 if len(self._kept) > KEPT:
                     del self._kept[next(iter(self._kept))]
         return plan

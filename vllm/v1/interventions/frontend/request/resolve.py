@@ -178,9 +178,8 @@ def resolve(
     if params.capture is not None or config.capture_config.captures_all or judged:
         return _made(*asked)
     make = partial(_made, *asked)
-    return modules.plans.plan(
-        params, given, final_params.max_tokens, num_prompts, modules.acting, make
-    )
+    state, acting = modules.state, modules.acting
+    return modules.plans.plan(params, given, max_tokens, num_prompts, state, acting, make)
 
 
 def _made(
