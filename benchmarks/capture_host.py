@@ -205,6 +205,8 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     decoder = MsgpackDecoder(EngineCoreOutputs, oob_tensor_provider=received)
     times = dict.fromkeys(STAGES, 0.0)
     tokens: list[int] = []
+    for state in states.values():
+        state.detokenizer = SimpleNamespace(output_token_ids=tokens)
     for step in range(args.steps):
         first = step * args.tokens
         rows = StepRows(1, blocks, args.hidden, torch.bfloat16)
@@ -235,19 +237,17 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         frontend.pop_ready(None)
         del rows, outputs, message
         mark.append(time.perf_counter())
-        for name in names if args.cumulative else ():
-            states[name].capture.results(tokens, None, False)
+        for state in states.values() if args.cumulative else ():
+            state.capture.results(state, None)
         mark.append(time.perf_counter())
         times["cpu, own"] += time.thread_time() - own
         times["cpu, all"] += time.process_time() - every
         for stage, (start, stop) in zip(STAGES, pairwise(mark), strict=False):
             times[stage] += stop - start
+    tokens.append(1)
     mark = [time.perf_counter()]
     own, every = time.thread_time(), time.process_time()
-    results = [
-        states[name].capture.results([*tokens, 1], FinishReason.LENGTH, False)["inline"]
-        for name in names
-    ]
+    results = [s.capture.results(s, FinishReason.LENGTH)["inline"] for s in states.values()]
     frontend.pop_ready(None)
     times["result"] += time.perf_counter() - mark[0]
     times["cpu, own"] += time.thread_time() - own

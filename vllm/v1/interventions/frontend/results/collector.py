@@ -22,7 +22,7 @@ from vllm.v1.interventions.frontend.results.gathered import (
     rows_in,
 )
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
-from vllm.v1.interventions.frontend.results.pieces import Piece, Run
+from vllm.v1.interventions.frontend.results.pieces import Piece, Run, Steps
 from vllm.v1.interventions.plan import CapturePlan, Site, dtype_of
 from vllm.v1.interventions.shape import LayerShape
 
@@ -154,7 +154,11 @@ class RowCollector:
     ) -> dict[str, CaptureResult]:
         """The results so far of a completion that goes on; the arguments are those of `results`."""
         num_tokens = min(len(self._prompt_token_ids) + len(output_token_ids), most_rows + 1)
-        runs = [(run.steps(), r, first) for run, r, first in self._runs if first < len(run.chunks)]
+        runs = list[tuple[Steps, slice, int]]()
+        for run, rows_of, first in self._runs:
+            if first < (number := len(run.chunks)):
+                steps = run.made if len(run.made.values) == number else run.steps()
+                runs.append((steps, rows_of, first))
         results = {}
         for name, selected in self._selected.items():
             stream = selected.selection.streams[0]

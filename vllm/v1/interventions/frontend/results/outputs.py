@@ -119,11 +119,7 @@ class CompletionCapture:
             self.feeds.deliver(chunk, output_token_ids)
 
     def results(
-        self,
-        output_token_ids: Sequence[int],
-        finish_reason: FinishReason | None,
-        only_new: bool,
-        most_rows: int = ALL_ROWS,
+        self, state: "RequestState", finish_reason: FinishReason | None
     ) -> dict[str, CaptureResult]:
         """The results that go into the completion output that is being made.
 
@@ -131,11 +127,13 @@ class CompletionCapture:
         `waits` turns false.
 
         Args:
-            output_token_ids: the generated tokens so far.
+            state: of the completion.
             finish_reason: None while there are more to come.
-            only_new: leave out rows of earlier outputs.
-            most_rows: the position from which on none come.
         """
+        assert state.detokenizer is not None
+        output_token_ids = state.detokenizer.output_token_ids
+        most_rows = ALL_ROWS if state.rules is None else state.rules.most_rows
+        only_new = state.output_kind == RequestOutputKind.DELTA
         finished = finish_reason is not None
         if self._collector is not None and not (finished or only_new):
             return self._collector.so_far(output_token_ids, most_rows)
@@ -434,14 +432,3 @@ def _weakly(report: Report) -> Report:
             bound(request_id, result)
 
     return call
-
-
-def capture_results(
-    state: "RequestState", finish_reason: FinishReason | None
-) -> dict[str, CaptureResult]:
-    """The capture results of the completion output being made, of a request that captures."""
-    assert state.capture is not None and state.detokenizer is not None
-    only_new = state.output_kind == RequestOutputKind.DELTA
-    most_rows = ALL_ROWS if state.rules is None else state.rules.most_rows
-    answer = state.detokenizer.output_token_ids
-    return state.capture.results(answer, finish_reason, only_new, most_rows)

@@ -53,19 +53,20 @@ class Run:
         self.chunks: list[CapturedChunk] = []
         self.last_ordinary = -1
         """The last step whose rows did not land; they lie in ordinary memory."""
-        self._steps = Steps(np.empty((0, 0)), np.empty(0), [])
+        self.made = Steps(np.empty((0, 0)), np.empty(0), [])
+        """Steps that `steps` put together."""
 
     def steps(self) -> Steps:
         """All steps, which are put together once for all requests, as long as none comes."""
-        values = self._steps.values
+        values = self.made.values
         if new := self.chunks[len(values) :]:
             values = values + [_in_integers(chunk) for chunk in new]
-            self._steps = Steps(
+            self.made = Steps(
                 np.stack([chunk.positions for chunk in self.chunks]),
                 np.array([chunk.version for chunk in self.chunks], dtype=np.int64),
                 values,
             )
-        return self._steps
+        return self.made
 
 
 def _in_integers(chunk: CapturedChunk) -> list[list[np.ndarray]]:
