@@ -65,7 +65,7 @@ if HAS_TRITON:
     # What changes from step to step compiles nothing anew.
     @triton.jit(
         do_not_specialize=["heads", "stop", "out_stride"],
-        do_not_specialize_on_alignment=["queries", "requests", "positions", "out"],
+        do_not_specialize_on_alignment=["queries", "key_heads", "requests", "positions", "out"],
     )
     def _products_kernel(  # type: ignore[no-untyped-def]
         queries, pages, key_heads, table, requests, positions, scale, out, heads, width, stop,

@@ -136,10 +136,9 @@ def _errors(
                     arena[rows[site] : rows[site] + shape.arena_rows(site)]
                     .flatten()[: shape.row_width(site)]
                     .view(*shape.parts(site))[reader.heads.start : reader.heads.stop]
-                    .float()
                     for site in ((p, layer) for p in ATTENTION_POINTS)
                 )
-                made = _attended(reader, q, lent[layer], keys, program)
+                made, z = attended(reader, q, lent[layer], keys, program), z.float()
                 off = (made - z).norm(dim=-1) / z.norm(dim=-1).clamp_min(1e-6)
                 # NaN, too, is an error.
                 errors[layer] = float(torch.maximum(off.max(), off.new_tensor(errors[layer])))
@@ -179,11 +178,12 @@ def _lend(
     return blocks, keys
 
 
-def _attended(
+def attended(
     reader: LayerReader, q: torch.Tensor, pages: torch.Tensor, keys: int, program: int
 ) -> torch.Tensor:
     """The sum of weights times values of a query at the last key, [heads, E], by the reader; under
-    a focus program, 0 for none."""
+    a focus program, 0 for none. The query is of the model's dtype, as those that requests capture
+    are, so that no request waits for a kernel."""
     [sites] = AttentionReader({0: reader}, q.device).sites([(0, tuple(reader.heads))])
     kept = reader.table[0].clone()
     reader.table[0, : len(pages)] = pages

@@ -136,16 +136,17 @@ class FocusedAttention:
             self._launch(query, output, lse, self._workspace)
 
     def warm(self, wants_lse: bool) -> None:
-        """Compile, on a GPU, what a step of many tokens needs: the first request that is focused in
-        one would have all others wait for it."""
+        """Compile, on a GPU, what steps of few and of many tokens need: the first request that is
+        focused in one would have all others wait for it."""
         if self._workspace is None or unreadable(self._module):
             return
         module, keys = self._module, pages_of(self._module).keys
-        number = min(TOKENS + 1, len(self._tokens.focus))
-        query = keys.new_zeros(number, module.num_heads, module.head_size)
-        output = keys.new_zeros(number, module.num_heads, module.head_size_v)
-        lse = self._table.numbers.new_zeros(module.num_heads, number) if wants_lse else None
-        self._launch(query, output, lse, self._workspace)
+        for number in (1, min(TOKENS + 1, len(self._tokens.focus))):
+            query = keys.new_zeros(number, module.num_heads, module.head_size)
+            output = keys.new_zeros(number, module.num_heads, module.head_size_v)
+            lse = self._table.numbers.new_zeros(module.num_heads, number)
+            for sums in (None, lse) if wants_lse else (None,):
+                self._launch(query, output, sums, self._workspace)
 
     def _launch(
         self,
