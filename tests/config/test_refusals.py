@@ -215,6 +215,16 @@ def test_features_on_the_device_and_sleep(model: Path, option: dict[str, Any]) -
     assert refusal(configs[1]) is None
 
 
+def test_places_for_reconstructions_and_sleep(model: Path) -> None:
+    families = ["reconstruct"]
+    option = {"features_root": "saes", "features_reconstruct": ["post_block.1=64"]}
+    config = build(model, **STEERING, steering_families=families, **option)
+    assert refusal(config) is None
+    config.model_config.enable_sleep_mode = True
+    said = refusal(config) or ""
+    assert said.startswith("features_root cannot be combined with sleep mode")
+
+
 WITH_LENSES: list[tuple[Callable[[VllmConfig], object], str]] = [
     (_stages, "pipeline parallelism"),
     (lambda c: setattr(c, "lora_config", SimpleNamespace()), "LoRA (--enable-lora)"),

@@ -18,18 +18,22 @@ from tests.support.autoencoders import save_autoencoder
 from tests.support.plans import HIDDEN, SHAPE, VECTOR, config_of
 from vllm.config.capture import CaptureConfig
 from vllm.config.intervention_refusals import refuse_unsupported
-from vllm.config.steering import FAMILIES, FeatureFile, SteeringConfig
+from vllm.config.steering import FAMILIES, FeatureFile, FeaturePlace, SteeringConfig
 from vllm.v1.features.autoencoder import Autoencoder
 from vllm.v1.interventions.calls import SteeringCall
 from vllm.v1.interventions.frontend.control.changes import ChangeBuilder
-from vllm.v1.interventions.frontend.control.features import bytes_of, read_features
-from vllm.v1.interventions.frontend.control.steering import AsyncSteering
+from vllm.v1.interventions.frontend.control.features import (
+    bytes_of,
+    files_in_places,
+    read_features,
+)
+from vllm.v1.interventions.frontend.control.steering import AsyncSteering, _Coroutines
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.global_state import Change, Globals
 from vllm.v1.interventions.makings import Features
-from vllm.v1.interventions.named_features import need_feature_files
+from vllm.v1.interventions.named_features import need_feature_files, need_feature_places
 from vllm.v1.interventions.scheduler.feature_room import FeatureRoom
-from vllm.v1.interventions.worker.making.held import HeldFeatures
+from vllm.v1.interventions.worker.making.held import FeatureLoads, HeldFeatures
 from vllm.v1.interventions.worker.making.shards import Shards
 
 _FOLDER = tempfile.TemporaryDirectory()
@@ -81,8 +85,38 @@ def register(known: int = 0, features_root: str | None = _FOLDER.name, **said: A
     config = SteeringConfig(features=["mood=sae@post_block.1"], features_root=features_root)
     given = {"name": "x", "path": "mood", "point": "post_block", "layer": 1, **said}
     known_files = {str(i): FILES["mood"] for i in range(known)}
-    _, file = read_features(given, config, SHAPE, known_files)
+    _, file, _ = read_features(given, config, SHAPE, known_files)
     return bytes_of(file, config_of(), SHAPE)
+
+
+PLACED = SteeringConfig(
+    enable_steering=True,
+    steering_families=["reconstruct"],
+    features_root=_FOLDER.name,
+    features_reconstruct=["post_block.1=8", "post_block.1=7,k=3", "post_attn.1=9"],
+)
+
+
+def register_to_reconstruct(name: str, point: str = "post_block", layer: int = 1) -> object:
+    given = {"name": "x", "path": name, "point": point, "layer": layer, "reconstruct": True}
+    asked = read_features(given, PLACED, SHAPE, {})
+    return files_in_places("x", asked.file, Autoencoder.load(asked.file.path), PLACED)
+
+
+def without_a_place() -> object:
+    """What a frontend says that finds all places taken."""
+
+    class Taken(_Coroutines):
+        async def _call(self, call: SteeringCall) -> list[dict[str, Any]]:
+            return [{}, {"busy": True}]
+
+    taken = Taken.__new__(Taken)
+    return asyncio.run(taken._claim("x", [Change(), Change()]))
+
+
+def too_late() -> object:
+    change = Change(Globals(features={"x": FILES["mood"]}))
+    return FeatureRoom(9).call(SteeringCall("claim", change=change), (), list)
 
 
 def unregister() -> object:
@@ -121,8 +155,9 @@ def without_memory() -> None:
     file, full = FILES["mood"]._replace(path="sae", stamp="1"), Future[Autoencoder]()
     full.set_exception(torch.OutOfMemoryError())
     held = HeldFeatures({}, [1], torch.device("cpu"), torch.float32, 0, Shards())
-    held._reading["1"] = full
-    raise ValueError(held.answer("loaded", "x", file))
+    loads = FeatureLoads([held])
+    loads._reading["1"] = full
+    raise ValueError(loads.answer("loaded", "x", file))
 
 
 AT, OP = "capture.inline.features", "steering[0]"
@@ -187,6 +222,27 @@ FEATURES = [
         {**asked(steering=[{**REBUILT, "features": "late"}]), "config": LATE},
     ),
     Case(path("path", given="x", needed="96", left="9", allowed="9"), do=too_large),
+    Case(
+        path("reconstruct", place="pre_attn 1", site="pre_attn.1"),
+        do=lambda: register_to_reconstruct("mood", "pre_attn"),
+    ),
+    Case(path("reconstruct", given="x"), do=lambda: register_to_reconstruct("trans", "post_attn")),
+    Case(
+        {"path": "reconstruct", "given": "x", "needed": "post_block.1=8,k=2"},
+        do=lambda: register_to_reconstruct("top"),
+    ),
+    Case(path("reconstruct", "x"), do=without_a_place),
+    Case(path("reconstruct", "3"), do=lambda: register(reconstruct=3)),
+    Case(path("path", "x"), do=too_late),
+    Case({}, do=lambda: SteeringConfig(features_reconstruct=["post_block.1=8"])),
+    Case(
+        {"given": "'post_block.1=8,k=9'"},
+        do=lambda: SteeringConfig(features_reconstruct=["post_block.1=8,k=9"]),
+    ),
+    Case(
+        {"point": "post_block", "layer": "99"},
+        do=lambda: need_feature_places([FeaturePlace("post_block", 99, 8, 0)], SHAPE),
+    ),
     Case({"given": "late"}, do=lambda: FeatureRoom(9).use(READS_LATE)),
     Case({"source": "sae"}, do=without_memory),
     Case({"given": "'mood=x'"}, do=lambda: SteeringConfig(features=["mood=x"])),

@@ -114,6 +114,7 @@ def test_features_from_the_operators_folder(
         ({"name": "x", **site}, "path"),
         ({"name": "x", "path": "made", **site, "root": "/"}, "root"),
         ({"name": "x", "path": "none", **site}, "path"),
+        ({"name": "x", "path": "made", **site, "reconstruct": True}, "reconstruct"),
     ):
         with pytest.raises(SteeringError) as raised:
             client._call(Call("POST", "/features", body))

@@ -18,6 +18,7 @@ from tests.support.autoencoders import made_up
 from tests.support.terms import LAYER, LENGTH, POINT, Site, worst
 from vllm.model_executor.layers.steering_terms import steer_rows_torch
 from vllm.pilot import Autoencoder
+from vllm.v1.features.places import Place
 from vllm.v1.features.sizes import size_of
 
 pytestmark = pytest.mark.quick
@@ -219,6 +220,35 @@ def test_a_reconstruction_is_what_is_decoded(tmp_path: Path) -> None:
         assert float((sae.reconstruct(rows) - decoded).abs().max()) < TOLERANCE, case
         assert float((rows - decoded).abs().max()) > 0.1, "it reconstructs too well to say"
     assert seen >= 15
+
+
+def test_a_place_computes_by_what_was_put_in_it_last(tmp_path: Path) -> None:
+    """One of all kinds after the other, of fewer features than there is room for: what was there
+    before leaves nothing."""
+    stored = load_file(ORACLES)
+    with safe_open(ORACLES, "pt") as file:
+        cases = file.metadata()
+    hidden, number = 8, 40
+    path = saelens(tmp_path / "wide", made_up(0, hidden, number), architecture="jumprelu")
+    wide, cpu = Autoencoder.load(path), torch.device("cpu")
+    of_all, of_some = (Place.empty(hidden, number, k, cpu, torch.float32) for k in (9, 0))
+    refused = 0
+    for case, text in cases.items():
+        tensors, [rows, _, decoded] = stored_case(stored, case)
+        tool = case.partition("-")[0]
+        sae = Autoencoder.load(as_saved(tmp_path / case, tool, tensors, json.loads(text)))
+        if sae.transcodes or sae.skip is not None:
+            continue
+        refused += not of_some.fits(sae)
+        assert of_some.fits(sae) == (not sae.k) and of_all.fits(sae)
+        for place in [of_all, of_some][: 1 if sae.k else 2]:
+            place.put(wide)
+            other = place.reconstruct(rows)
+            place.put(sae)
+            assert float((place.reconstruct(rows) - decoded).abs().max()) < TOLERANCE, case
+            assert float((other - decoded).abs().max()) > 0.1, case
+    assert refused >= 2
+    assert not Place.empty(hidden, number - 1, 0, cpu, torch.float32).fits(wide)
 
 
 ADDS_AFTER = (

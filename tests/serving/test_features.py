@@ -92,6 +92,11 @@ def pair(
             capture_points=[*STREAM_POINTS, "mlp_in"],
             features=[f"{name}={files[name]}@{site}" for name, site in ENTRIES.items()],
             features_root=str(files["jump"].parent),
+            features_reconstruct=[
+                f"post_block.2={FEATURES}",
+                f"post_block.2={FEATURES + 9},k={K + 3}",
+                f"post_block.1={FEATURES}",
+            ],
             max_num_batched_tokens=16,
             **row.engine,
         )
@@ -413,12 +418,14 @@ def test_deltas_are_the_whole(pair: tuple[LLM, Judge]) -> None:
         assert torch.equal(joined, getattr(expected, name)), name
 
 
-def rebuilt(judge: Judge, files: dict[str, Path], ask: Ask, output: RequestOutput) -> Ask:
+def rebuilt(
+    judge: Judge, files: dict[str, Path], ask: Ask, output: RequestOutput, site: str = ""
+) -> Ask:
     """A request that says outright what the reconstruction of every row is, of the final sequence:
     of transformers' rows, in float64."""
     [first, *rest] = ask.fields["steering"]
     name = first["features"]
-    point, layer = ENTRIES[name].split(".")
+    point, layer = (site or ENTRIES[name]).split(".")
     sequence = [*ask.prompt, *output.outputs[0].token_ids][:-1]
     x = judge.reference.run(sequence).rows[point, int(layer)]
     sae = Autoencoder.load(files[name])
@@ -464,7 +471,7 @@ def test_a_name_that_came_while_the_engine_served(
     pair: tuple[LLM, Judge], files: dict[str, Path]
 ) -> None:
     """What has other numbers under its name is another one to the prefix cache; what is at work
-    keeps its own; nothing reconstructs by it."""
+    keeps its own; nothing reconstructs by it that was not asked for."""
     llm, judge = pair
     folder = files["jump"].parent / "later"
     named = [{"op": "feature", "features": "later", "id": 7, "value": 60.0}]
@@ -489,7 +496,7 @@ def test_a_name_that_came_while_the_engine_served(
         judge.check(Ask(prompt, {"steering": [own], **serving.capture("all")}), output)
     assert cached[:3] == cached[3:] and cached[0] == 0 < cached[1] == cached[2]
     assert answers[0] == answers[1] == answers[2] != answers[3] == answers[4]
-    with pytest.raises(ValueError, match="'later' got its name while the engine served"):
+    with pytest.raises(ValueError, match="'later' got its name while the engine served, to be re"):
         serve(llm, [Ask(prompt, {"steering": [{"op": "reconstruct", "features": "later"}]})])
     for path in ("../later", str(folder.parent.parent), "."):
         with pytest.raises(ValueError, match=r"^path: .* is not in|has none of"):
@@ -623,6 +630,95 @@ def test_a_name_that_cannot_be_had_leaves_nothing(
     llm.steering.unregister_features("broken")
 
 
+LATE = "post_block.2"
+
+
+def test_what_got_its_name_late_reconstructs(
+    pair: tuple[LLM, Judge], files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64, one file after the other in a place; what runs keeps its own, and blocks of
+    one file are not another's."""
+    llm, judge = pair
+    now = time.monotonic() + 9 * feature_room.KEPT_SECONDS
+    monkeypatch.setattr(feature_room.time, "monotonic", lambda: now)
+    llm.steering.state()
+    first, rows = held(llm), serving.capture("all")
+    small = save_autoencoder(files["jump"].parent / "small", made_up(8, features=FEATURES - 31))
+    own = {**files, "small": small}
+
+    def register(name: str, path: str, site: str = LATE) -> None:
+        point, layer = site.split(".")
+        llm.steering.register_features(name, path, point, int(layer), reconstruct=True)
+
+    def ask(name: str, seed: int, *rest: dict[str, Any], **more: Any) -> Ask:
+        op = {"op": "reconstruct", "features": name, **more}
+        return Ask(prompt_of(20, seed), {"steering": [op, *rest], **rows})
+
+    def check(asked: Ask, output: RequestOutput, path: str, site: str = LATE) -> None:
+        by = {**own, asked.fields["steering"][0]["features"]: own[path]}
+        judge.check(rebuilt(judge, by, asked, output, site), output)
+
+    register("late", "jump")
+    register("tops", "top")
+    register("beside", "small", "post_block.1")
+    feature = {"op": "feature", "features": "late", "id": 7, "value": 5.0}
+    asks = [
+        (ask("late", 81), "jump", LATE),
+        (ask("tops", 82, positions="all_generated"), "top", LATE),
+        (ask("late", 83, feature), "jump", LATE),
+        (ask("beside", 84), "small", "post_block.1"),
+        (ask("jump", 84), "jump", "post_block.1"),
+    ]
+    outputs = serve(llm, [asked for asked, _, _ in asks])
+    for (asked, path, site), output in zip(asks, outputs, strict=True):
+        check(asked, output, path, site)
+        with pytest.raises(AssertionError, match="off by"):
+            check(asked, output, "small" if path == "jump" else "jump", site)
+    for name, path in (("third", "jump"), ("late", "small")):
+        with pytest.raises(ValueError, match=rf"^reconstruct: {name} finds no place: those of f"):
+            register(name, path)
+    with pytest.raises(ValueError, match=r"^reconstruct: more fits in no place of features_rec"):
+        register("more", "top", "post_block.1")
+    assert len(held(llm) - first) == 3, "a name that cannot be had leaves nothing"
+
+    running, fresh = ask("late", 85), ask("late", 86)
+    llm.llm_engine.add_request("runs", {"prompt_token_ids": running.prompt}, running.params())
+    for _ in range(3):
+        llm.llm_engine.step()
+    for name in ("late", "tops"):
+        llm.steering.unregister_features(name)
+    now += feature_room.KEPT_SECONDS + 1
+    register("late", "normed")  # in the place of "tops": the other one is in use
+    llm.llm_engine.add_request("fresh", {"prompt_token_ids": fresh.prompt}, fresh.params())
+    ended = dict[str, RequestOutput]()
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                assert isinstance(output, RequestOutput)
+                ended[output.request_id] = output
+    check(running, ended["runs"], "jump")
+    check(fresh, ended["fresh"], "normed")
+    long = Ask(prompt_of(70, 87), {"steering": ask("late", 0).fields["steering"]})
+    cached, answers = [], []
+    for path in ("normed", "small"):
+        for _ in range(2):
+            [output] = serve(llm, [long], log_probs=False)
+            cached.append(output.num_cached_tokens)
+            answers.append(output.outputs[0].token_ids)
+        [output] = serve(llm, [ask("late", 88)])
+        check(ask("late", 88), output, path)
+        llm.steering.unregister_features("late")
+        now += 2 * feature_room.KEPT_SECONDS + 1
+        if path == "normed":
+            register("late", "small")
+    assert cached[0] == cached[2] == 0 < cached[1] == cached[3]
+    assert answers[0] == answers[1] != answers[2] == answers[3]
+    llm.steering.unregister_features("beside")
+    now += feature_room.KEPT_SECONDS + 1
+    llm.steering.state()
+    assert held(llm) == first
+
+
 def feature_files(llm: LLM) -> dict[str, Any]:
     shape = llm.llm_engine.vllm_config.tap_shape
     assert shape is not None
@@ -642,6 +738,7 @@ def test_two_workers_reconstruct(
     path_of_odd = save_autoencoder(files["jump"].parent / "odd", odd)
     options["features"].append(f"odd={path_of_odd}@post_block.1")
     options["features_root"] = str(files["jump"].parent)
+    options["features_reconstruct"] = [f"{LATE}={FEATURES}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         llm = make_llm(path, enable_steering=True, capture_consumers=["inline"], **options)
@@ -652,6 +749,14 @@ def test_two_workers_reconstruct(
                 ask = Ask(prompt_of(20, 79), {"steering": ops, **serving.capture("all")})
                 [output] = serve(llm, [ask])
                 judge.check(rebuilt(judge, files, ask, output), output)
+            llm.steering.register_features("late", "jump", "post_block", 2, reconstruct=True)
+            ask = Ask(ask.prompt, {**ask.fields, "steering": [{**ops[0], "features": "late"}]})
+            [output] = serve(llm, [ask])
+            by_late = {"late": files["jump"]}
+            judge.check(rebuilt(judge, by_late, ask, output, LATE), output)
+            with pytest.raises(AssertionError, match="off by"):
+                judge.check(rebuilt(judge, by_late, ask, output, "post_block.1"), output)
+            llm.steering.unregister_features("late")
             read_by_two(llm, judge, odd)
         finally:
             shut_down(llm)

@@ -87,7 +87,7 @@ def refuse_unsupported(config: "VllmConfig") -> None:
     ours = config.steering_config
     for option, held in (
         ("features", ours.features and (capture or ours.reconstructs)),
-        ("features_root", ours.features_root and capture),
+        ("features_root", ours.features_root and (capture or ours.feature_places)),
     ):
         sleeps = model.enable_sleep_mode and bool(held)
         _refuse(option, {"sleep mode, with capture or reconstruct": sleeps})

@@ -38,6 +38,21 @@ _FEATURES = re.compile(
     rf"(?P<name>{FEATURES_NAME})=(?P<path>.+)@(?P<point>\w+)\.(?P<layer>\d{{1,9}})"
 )
 
+_PLACE = re.compile(
+    r"(?P<point>\w+)\.(?P<layer>\d{1,9})=(?P<features>[1-9]\d{0,8})(,k=(?P<k>[1-9]\d{0,8}))?"
+)
+
+
+class FeaturePlace(NamedTuple):
+    """Memory of `features_reconstruct` for an autoencoder of one site."""
+
+    point: str
+    layer: int
+    features: int
+    """The most features that it may have."""
+    k: int
+    """The most of them that TopK may leave; 0 if no TopK autoencoder fits."""
+
 
 class FeatureFile(NamedTuple):
     """Sparse autoencoder of `features`: its file or folder, and the site of its rows."""
@@ -48,6 +63,8 @@ class FeatureFile(NamedTuple):
     stamp: str = ""
     """Text that tells it from others of this path that had a name while the engine served; "" for
     one of the start."""
+    place: int = 0
+    """Number of the place of its site, from 1, that has it for `reconstruct`; 0 for none."""
 
 
 def refuse_unknown(option: str, given: Iterable[str], allowed: Sequence[str]) -> None:
@@ -116,6 +133,12 @@ class SteeringConfig:
     """Folder from which sparse autoencoders may get a name while the engine serves:
     `POST /v1/steering/features`, `llm.steering.register_features`."""
 
+    features_reconstruct: list[str] = Field(default_factory=list)
+    """Memory that is kept on each device so that `reconstruct` may name autoencoders from
+    features_root, as `POINT.LAYER=FEATURES`, such as `post_block.12=16384`, or with `,k=64` for
+    TopK of at most 64, too: each entry holds one autoencoder of the site, of at most so many
+    features, and costs whether or not it has one. See docs/features.md."""
+
     features_memory_bytes: int = Field(default=1 << 30, ge=1)
     """Memory that autoencoders from features_root may take: on each device, where it is reserved if
     rows are captured, and in a server's process."""
@@ -131,6 +154,11 @@ class SteeringConfig:
             named = {*self.steering_families}
             self.steering_families = [f for f in FAMILIES if f not in ASKED or f in named]
         _ = self.feature_files
+        if self.feature_places and not (self.reconstructs and self.features_root):
+            raise ValueError(
+                "features_reconstruct: needs enable_steering (--enable-steering), 'reconstruct' "
+                "among steering_families and features_root (--features-root FOLDER)"
+            )
         for option in ("steering_modules", "default_steering_modules"):
             if getattr(self, option) and not self.enable_steering:
                 raise ValueError(f"{option}: needs enable_steering (--enable-steering)")
@@ -149,6 +177,25 @@ class SteeringConfig:
             refuse_unknown("features", [point], RESIDUAL_POINTS)
             files[match["name"]] = FeatureFile(path, point, layer)
         return files
+
+    @cached_property
+    def feature_places(self) -> list[FeaturePlace]:
+        """Places of `features_reconstruct`, in its order."""
+        places = []
+        for entry in self.features_reconstruct:
+            match = _PLACE.fullmatch(entry)
+            made = match and FeaturePlace(
+                match["point"], int(match["layer"]), int(match["features"]), int(match["k"] or 0)
+            )
+            if not made or made.k > made.features:
+                raise ValueError(
+                    f"features_reconstruct: {entry!r} is not POINT.LAYER=FEATURES, or "
+                    "POINT.LAYER=FEATURES,k=K with a K of at most FEATURES"
+                )
+            steered = [p for p in self.steering_points if p in RESIDUAL_POINTS]
+            refuse_unknown("features_reconstruct", [made.point], steered)
+            places.append(made)
+        return places
 
     @property
     def has_ops(self) -> bool:
@@ -184,6 +231,7 @@ class SteeringConfig:
                 "families": sorted(set(self.steering_families)),
                 "rows": self.max_steering_rows if self.has_ops else 0,
                 "ops": self.max_steering_ops if self.has_ops else 0,
-                "features": sorted(self.features) if self.reconstructs else [],
+                "features": self.features if self.reconstructs else [],
+                "places": self.features_reconstruct,
             }
         )

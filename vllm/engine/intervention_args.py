@@ -100,6 +100,7 @@ def steering_config_of(args: "EngineArgs") -> SteeringConfig:
         default_steering_modules=args.default_steering_modules,
         features=args.features,
         features_root=args.features_root,
+        features_reconstruct=args.features_reconstruct,
         features_memory_bytes=args.features_memory_bytes,
         compat=args.compat,
     )

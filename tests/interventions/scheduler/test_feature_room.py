@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.autoencoders import made_up, save_autoencoder
-from vllm.config.steering import FeatureFile
+from vllm.config.steering import FeatureFile, FeaturePlace
 from vllm.v1.features.autoencoder import Autoencoder
 from vllm.v1.features.sizes import size_of
 from vllm.v1.interventions.calls import SteeringCall
@@ -25,8 +25,10 @@ from vllm.v1.interventions.makings import Features
 from vllm.v1.interventions.plan import Plan
 from vllm.v1.interventions.scheduler import feature_room
 from vllm.v1.interventions.scheduler.feature_room import KEPT_SECONDS, FeatureRoom
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.worker.making import held as held_module
-from vllm.v1.interventions.worker.making.held import HeldFeatures
+from vllm.v1.interventions.worker.making.held import FeatureLoads, HeldFeatures
+from vllm.v1.interventions.worker.making.placed import PlaceTable
 from vllm.v1.interventions.worker.making.shards import Shards
 
 pytestmark = pytest.mark.quick
@@ -35,8 +37,20 @@ HIDDEN, FEATURES, LAYER = 24, 60, 3
 SIZE = 2 * 4 * HIDDEN * FEATURES + 4 * (4 * FEATURES + HIDDEN)
 
 
-def worker(*layers: int) -> HeldFeatures:
-    return HeldFeatures({}, layers, torch.device("cpu"), torch.float32, 0, Shards())
+SHAPE = TapShape(HIDDEN, "float32", {})
+PLACES = [
+    FeaturePlace("post_block", LAYER, features, k) for features, k in ((FEATURES + 4, 8), (9, 0))
+]
+
+
+class Worker:
+    """Reads features of some layers, and has the places of these."""
+
+    def __init__(self, *layers: int) -> None:
+        cpu, sites = torch.device("cpu"), {("post_block", layer) for layer in layers}
+        self.held = HeldFeatures({}, layers, cpu, torch.float32, 0, Shards())
+        self.places = PlaceTable(PLACES, sites, SHAPE, cpu)
+        self.loads = FeatureLoads([self.held, self.places])
 
 
 @dataclass
@@ -44,17 +58,17 @@ class Engine:
     """The engine core's side with three workers: two of the layer, one of another."""
 
     room: FeatureRoom
-    workers: list[HeldFeatures]
+    workers: list[Worker]
     now: float = 1000.0
     named: set[str] = field(default_factory=set)
     requests: list[Any] = field(default_factory=list)
 
     def ask(self, function: Callable[..., Any], args: Any) -> list[Any]:
-        def whole(held: HeldFeatures) -> Any:
-            runner = SimpleNamespace(interventions=SimpleNamespace(hold=held.answer))
+        def whole(worker: Worker) -> Any:
+            runner = SimpleNamespace(interventions=SimpleNamespace(hold=worker.loads.answer))
             return SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
 
-        return [function(whole(held), *args) for held in self.workers]
+        return [function(whole(worker), *args) for worker in self.workers]
 
     def call(self, phase: Any, name: str, file: FeatureFile) -> dict[str, Any]:
         change = Change(Globals(features={name: file}))
@@ -63,8 +77,8 @@ class Engine:
 
     def load(self, name: str, file: FeatureFile) -> None:
         assert self.call("load", name, file) == {}
-        for held in self.workers:
-            wait(held._reading.values())
+        for worker in self.workers:
+            wait(worker.loads._reading.values())
         while self.call("loaded", name, file):
             pass
         self.named.add(file.stamp)
@@ -75,12 +89,12 @@ class Engine:
 
     @property
     def held(self) -> list[set[str]]:
-        return [set(held.by_key) for held in self.workers]
+        return [set(worker.held.by_key) for worker in self.workers]
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    engine = Engine(FeatureRoom(2 * SIZE), [worker(LAYER), worker(LAYER), worker(LAYER + 1)])
+    engine = Engine(FeatureRoom(2 * SIZE), [Worker(LAYER), Worker(LAYER), Worker(LAYER + 1)])
     monkeypatch.setattr(feature_room.time, "monotonic", lambda: engine.now)
     return engine
 
@@ -104,8 +118,8 @@ def test_workers_of_the_layer_have_it(engine: Engine, file: FeatureFile) -> None
     engine.load("mood", file)
     assert engine.held == [{"one"}, {"one"}, set()]
     want = Autoencoder.load(file.path)
-    for held in engine.workers[:2]:
-        assert torch.equal(held.by_key["one"].encoder, want.encoder)
+    for worker in engine.workers[:2]:
+        assert torch.equal(worker.held.by_key["one"].encoder, want.encoder)
     assert size_of(file.path, HIDDEN, 4).device == SIZE
     kept, weights = want.encoder.clone(), Path(file.path) / "sae_weights.safetensors"
     header = len(weights.read_bytes()) - sum(4 * t.numel() for t in made_up(1, HIDDEN, 60).values())
@@ -113,8 +127,8 @@ def test_workers_of_the_layer_have_it(engine: Engine, file: FeatureFile) -> None
         stream.seek(header)
         stream.write(bytes(weights.stat().st_size - header))
     assert not want.encoder.any()
-    for held in engine.workers[:2]:
-        assert torch.equal(held.by_key["one"].encoder, kept)
+    for worker in engine.workers[:2]:
+        assert torch.equal(worker.held.by_key["one"].encoder, kept)
 
 
 @pytest.mark.parametrize("error", [ValueError("sae: W_dec is short"), torch.OutOfMemoryError()])
@@ -135,7 +149,7 @@ def test_all_have_it_or_none(
         engine.load("mood", file)
     assert raised.value.parameter == "path"
     assert engine.held == [set(), set(), set()]
-    assert not any(held._reading for held in engine.workers)
+    assert not any(worker.loads._reading for worker in engine.workers)
     engine.load("mood", file._replace(stamp="two"))
     engine.load("more", file._replace(stamp="three"))
     assert engine.held[0] == engine.held[1] == {"two", "three"}
@@ -167,7 +181,7 @@ def test_a_load_that_is_given_up(engine: Engine, file: FeatureFile) -> None:
     """By its frontend, or because that is gone; one that has its name by then stays."""
     engine.call("load", "mood", file)
     engine.call("unload", "mood", file)
-    assert engine.held == [set(), set(), set()] and not engine.workers[0]._reading
+    assert engine.held == [set(), set(), set()] and not engine.workers[0].loads._reading
     engine.load("mood", file)
     engine.call("unload", "mood", file)
     assert engine.held[0] == {"one"}
@@ -175,3 +189,51 @@ def test_a_load_that_is_given_up(engine: Engine, file: FeatureFile) -> None:
     engine.wait(KEPT_SECONDS + 1)
     engine.load("more", file._replace(stamp="three"))
     assert engine.held[1] == {"one", "three"}
+
+
+def put(engine: Engine, name: str, file: FeatureFile, place: int) -> FeatureFile:
+    """Load, in a place."""
+    placed = file._replace(place=place)
+    assert engine.call("load", name, file) == {}
+    assert engine.call("claim", name, placed) == {}
+    for worker in engine.workers:
+        wait(worker.loads._reading.values())
+    assert engine.call("loaded", name, placed) == {}
+    engine.named.add(file.stamp)
+    return placed
+
+
+def reconstructs(name: str, stamp: str) -> Plan:
+    terms = [SimpleNamespace(features=None), SimpleNamespace(features=(name, stamp))]
+    return cast("Any", SimpleNamespace(capture=None, steering=SimpleNamespace(terms=terms)))
+
+
+def test_a_place_has_one_until_nobody_uses_it(engine: Engine, file: FeatureFile) -> None:
+    put(engine, "mood", file, 1)
+    want = Autoencoder.load(file.path)
+    for worker in engine.workers[:2]:
+        here, other = worker.places.at["post_block", LAYER]
+        assert torch.equal(here.encoder[:, :FEATURES], want.encoder) and not other.encoder.any()
+    assert not engine.workers[2].places.at
+    later = file._replace(stamp="two")
+    engine.call("load", "mood", later)
+    assert engine.call("claim", "mood", later._replace(place=1)) == {"busy": True}
+    assert engine.call("claim", "mood", later._replace(point="pre_attn", place=1)) == {}
+    assert engine.call("claim", "mood", later._replace(place=2)) == {}
+    engine.call("unload", "mood", later)
+    engine.named.discard("one")
+    engine.requests = [request(reconstructs("mood", "one"))]
+    engine.wait(3 * KEPT_SECONDS)
+    engine.call("load", "mood", later)
+    assert engine.call("claim", "mood", later._replace(place=1)) == {"busy": True}, "one is at work"
+    engine.room.left(engine.requests.pop().interventions.plan)
+    engine.wait(KEPT_SECONDS)
+    engine.room.use(reconstructs("mood", "one"))
+    engine.wait(KEPT_SECONDS)
+    assert "one" in engine.held[0], "one was on its way"
+    engine.wait(1)
+    with pytest.raises(InterventionError, match="loading mood took so long that it was given up"):
+        engine.call("claim", "mood", later._replace(place=1))
+    put(engine, "mood", later, 1)
+    with pytest.raises(ValueError, match="features: mood was unregistered or registered anew"):
+        engine.room.use(reconstructs("mood", "one"))

@@ -8,12 +8,14 @@ recorded graph can do nothing else. A CPU takes the rows that ask.
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.features.autoencoder import TENSORS, Autoencoder
+from vllm.v1.features.places import Place
 from vllm.v1.features.scaling import SCALINGS
 from vllm.v1.steering_formula import Scalars
 
@@ -22,28 +24,35 @@ ACTIVATION_BYTES = 64 << 20
 
 _RECONSTRUCTS = Scalars._fields.index("reconstructs")
 _SCALINGS = ("", *SCALINGS)
+_OF_PLACE = -1
+"""Number in place of a scaling, for a place: its last tensor says which it is."""
+_UNSAID: dict[str, Any] = {"transcodes": False, "skip": None, "source": ""}
+"""Fields that a reconstruction does not depend on."""
 
 
 def flat(autoencoders: Sequence[Autoencoder]) -> tuple[list[torch.Tensor], list[int]]:
     """Return the tensors of autoencoders, and their other numbers, as an op takes them."""
-    tensors = [getattr(each, name) for each in autoencoders for name in TENSORS]
-    numbers = [n for each in autoencoders for n in (each.k, _SCALINGS.index(each.scaling))]
+    tensors: list[torch.Tensor] = []
+    numbers: list[int] = []
+    for each in autoencoders:  # this is traced
+        tensors.extend([getattr(each, name) for name in TENSORS])
+        if isinstance(each, Place):
+            tensors.append(each.chosen)
+            numbers.extend([each.k, _OF_PLACE])
+        else:
+            numbers.extend([each.k, _SCALINGS.index(each.scaling)])
     return tensors, numbers
 
 
 def _unflat(tensors: list[torch.Tensor], numbers: list[int]) -> list[Autoencoder]:
-    parts, count = iter(tensors), len(TENSORS)
-    return [
-        Autoencoder(
-            **dict(zip(TENSORS, islice(parts, count), strict=True)),
-            k=k,
-            scaling=_SCALINGS[scaling],
-            transcodes=False,
-            skip=None,
-            source="",
-        )
-        for k, scaling in zip(numbers[::2], numbers[1::2], strict=True)
-    ]
+    parts, made = iter(tensors), list[Autoencoder]()
+    for k, scaling in zip(numbers[::2], numbers[1::2], strict=True):
+        own: dict[str, Any] = dict(zip(TENSORS, islice(parts, len(TENSORS)), strict=True))
+        if scaling == _OF_PLACE:
+            made.append(Place(**own, **_UNSAID, k=k, scaling="", chosen=next(parts)))
+        else:
+            made.append(Autoencoder(**own, **_UNSAID, k=k, scaling=_SCALINGS[scaling]))
+    return made
 
 
 def reconstruct_rows(

@@ -6,4 +6,5 @@ scopes.py       files of published suites, likewise
 tensors.py      the one kind, and checks of tensors and configurations
 scaling.py      scales that depend on the row
 autoencoder.py  activations of rows, features as operations
+places.py       places on a device that have one autoencoder after the other
 """

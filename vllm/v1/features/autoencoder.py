@@ -324,6 +324,7 @@ _OPEN: dict[FeatureFile, Autoencoder] = {}
 def opened(file: FeatureFile) -> Autoencoder:
     """Return the autoencoder of a file that an operator names; its matrices stay in the file. With
     another stamp it is read anew. Raises ValueError as `Autoencoder.load`."""
+    file = file._replace(place=0)
     found = _OPEN.get(file)
     if found is None:
         found = _OPEN[file] = Autoencoder.load(file.path).at(file.point)
@@ -332,4 +333,4 @@ def opened(file: FeatureFile) -> Autoencoder:
 
 def close(file: FeatureFile) -> None:
     """Forget what `opened` has of a file."""
-    _OPEN.pop(file, None)
+    _OPEN.pop(file._replace(place=0), None)

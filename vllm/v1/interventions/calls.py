@@ -11,13 +11,16 @@ FeaturePhase = Literal["load", "loaded", "unload"]
 """Steps of workers with an autoencoder that is to get a name: they begin to load it, say whether
 they have, and drop it."""
 
+RoomPhase = FeaturePhase | Literal["claim"]
+"""Steps of an engine core likewise: between the first two it takes a place for `reconstruct`."""
+
 
 class SteeringCall(msgspec.Struct, frozen=True):
     """A call about the global state. A change is prepared, then committed or cancelled; "state" and
     "news" only read; and what workers need for a change of names of autoencoders is loaded before.
     """
 
-    phase: Literal["state", "news", "prepare", "commit", "cancel"] | FeaturePhase
+    phase: Literal["state", "news", "prepare", "commit", "cancel"] | RoomPhase
     token: str = ""
     """Names a change from its preparation to its end."""
     change: Change | None = None

@@ -7,15 +7,16 @@
 {"name": "angry", "features": "mood", "id": 7, "threshold": 2, "then": "stop"}
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.config.operations import OPERATIONS
-from vllm.config.steering import FeatureFile
+from vllm.config.steering import FeatureFile, FeaturePlace
 from vllm.v1.features.autoencoder import Autoencoder, opened
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.shape import TapShape
+from vllm.v1.interventions.sites import need_one_lane
 from vllm.v1.interventions.values import plain
 
 _NAMED = ("features", "id")
@@ -43,6 +44,14 @@ def need_feature_files(files: Mapping[str, FeatureFile], shape: TapShape) -> Non
         width = opened(file).hidden_size
         if width != shape.hidden_size:
             reject(path, f"{file.path} reads rows of {width}, the model's have {shape.hidden_size}")
+
+
+def need_feature_places(places: Sequence[FeaturePlace], shape: TapShape) -> None:
+    """Raise ValueError if the model has not the site of a place for reconstructions."""
+    for place in places:
+        need_one_lane("features_reconstruct", shape)
+        if place.point not in shape.offers(place.layer):
+            reject("features_reconstruct", f"the model has no {place.point} of layer {place.layer}")
 
 
 def written_out(entry: Given, shape: TapShape) -> Given:

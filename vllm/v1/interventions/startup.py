@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.logger import init_logger
 from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.executor import Executor
-from vllm.v1.interventions.named_features import need_feature_files
+from vllm.v1.interventions.named_features import need_feature_files, need_feature_places
 from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -99,8 +99,10 @@ def start_taps(executor: "Executor") -> TapShape | None:
         )
     collect_stages(executor)
     shape = msgspec.structs.replace(shapes[0], layers=dict(sorted(layers.items())))
-    features = executor.vllm_config.steering_config.feature_files
+    steering = executor.vllm_config.steering_config
+    features = steering.feature_files
     need_feature_files(features, shape)
+    need_feature_places(steering.feature_places, shape)
     return msgspec.structs.replace(shape, features=features)
 
 

@@ -28,6 +28,9 @@ class Term(msgspec.Struct, frozen=True):
     scalars: Scalars
     encoder: bytes = b""
     """Encoder of a feature, as `probe`; empty if the row is read by the vector."""
+    features: tuple[str, str] | None = None
+    """Name and stamp of the autoencoder that it reconstructs by, of one that got its name while the
+    engine served."""
 
     @property
     def probe_digest(self) -> str:

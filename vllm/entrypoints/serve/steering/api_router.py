@@ -167,8 +167,8 @@ async def unregister(request: Request, name: str) -> dict[str, Any]:
 async def register_features(request: Request) -> dict[str, Any]:
     """Name a sparse autoencoder of a file in the operator's folder."""
     _may_change(request)
-    fields = ("name", "path", "point", "layer")
-    body = Given(await read_body(request, fields), "").need(*fields).value
+    needed = ("name", "path", "point", "layer")
+    body = Given(await read_body(request, (*needed, "reconstruct")), "").need(*needed).value
     await _made(_engine(request).steering.register_features(**body))
     return dict(body)
 

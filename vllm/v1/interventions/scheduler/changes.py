@@ -67,7 +67,7 @@ class Changes:
         if call.phase != "news":  # which may be of each request
             self._room.tidy(named, requests, ask)
         match call.phase:
-            case "load" | "loaded" | "unload":
+            case "load" | "claim" | "loaded" | "unload":
                 try:
                     return self._room.call(call, named, ask)
                 except InterventionError as error:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of autoencoders that get a name while the engine serves: a bound in bytes, and which of
-them workers hold. One without a name stays while a request reads by it, and a while more."""
+"""Memory of autoencoders that get a name while the engine serves: a bound in bytes, places for
+`reconstruct`, and which of them workers hold. One without a name stays while a request uses it, and
+a while more."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -37,11 +38,16 @@ class _Held:
 
 
 def _stamps(plan: Plan | None) -> Iterator[tuple[str, str]]:
-    """Yield name and stamp of each autoencoder that got its name late and that a plan reads by."""
+    """Yield name and stamp of each autoencoder that got its name late and that a plan reads or
+    reconstructs by."""
     capture = None if plan is None else plan.capture
     for stream in capture.streams if capture is not None else ():
         if isinstance(stream.making, Features) and stream.making.stamp:
             yield stream.making.name, stream.making.stamp
+    steering = None if plan is None else plan.steering
+    for term in steering.terms if steering is not None else ():
+        if term.features is not None:
+            yield term.features
 
 
 def _ask(worker: Any, phase: FeaturePhase, name: str, file: FeatureFile) -> str | None:
@@ -66,7 +72,7 @@ class FeatureRoom:
         """Note that a request of this plan is here.
 
         Raises:
-            ValueError: it reads by an autoencoder that lost its name long before.
+            ValueError: it uses an autoencoder that lost its name long before.
         """
         for name, stamp in _stamps(plan):
             held = self._held.get(stamp)
@@ -107,7 +113,7 @@ class FeatureRoom:
             named: as for `tidy`.
 
         Returns:
-            "busy" while workers read, else nothing.
+            "busy" while workers read, or if the place has another one; else nothing.
 
         Raises:
             InterventionError: there is no room, or a worker cannot have it: then none has.
@@ -120,7 +126,12 @@ class FeatureRoom:
                 held = _Held(name, file, call.num_bytes, time.monotonic())
                 self._held[file.stamp] = held
                 ask(_ask, args=("load", name, file))
+            case "claim":
+                if file.place and self._at(file) - {file.stamp}:
+                    return {"busy": True}
+                self._begun(name, file).file = file
             case "loaded":
+                self._begun(name, file).used = time.monotonic()
                 answers = ask(_ask, args=("loaded", name, file))
                 if wrong := next(filter(None, answers), ""):  # others may still read
                     self._drop(self._held[file.stamp], ask)
@@ -132,6 +143,21 @@ class FeatureRoom:
                 if file.stamp in self._held and file.stamp not in named:
                     self._drop(self._held[file.stamp], ask)
         return {}
+
+    def _begun(self, name: str, file: FeatureFile) -> _Held:
+        held = self._held.get(file.stamp)
+        if held is None:
+            raise InterventionError(
+                f"path: loading {name} took so long that it was given up; register it again",
+                parameter="path",
+            )
+        return held
+
+    def _at(self, file: FeatureFile) -> set[str]:
+        """Return the stamps of those that have the place of a file."""
+        place = (file.point, file.layer, file.place)
+        held = [each.file for each in self._held.values()]
+        return {f.stamp for f in held if (f.point, f.layer, f.place) == place}
 
     @property
     def told(self) -> str:

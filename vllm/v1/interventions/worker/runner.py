@@ -50,7 +50,9 @@ from vllm.v1.interventions.worker.layers import (
     unbound_taps,
 )
 from vllm.v1.interventions.worker.making.features import on_device
+from vllm.v1.interventions.worker.making.held import FeatureLoads, Holder
 from vllm.v1.interventions.worker.making.lens import LensReader
+from vllm.v1.interventions.worker.making.placed import PlaceTable
 from vllm.v1.interventions.worker.rows.arena import CaptureArena
 from vllm.v1.interventions.worker.tables.sums import SteeringTable
 from vllm.v1.interventions.worker.tables.terms import ProgramTable, TermTable
@@ -89,6 +91,7 @@ class WorkerInterventions:
         self.table: SteeringTable | None = None
         self._programs: ProgramTable | None = None
         self._tables: dict[TableName, Table] = {}
+        self._places: PlaceTable | None = None
         self.focus: FocusLayers | None = None
         """The layers that are focused, if any may be."""
         self.shape: TapShape | None = None
@@ -227,11 +230,15 @@ class WorkerInterventions:
                 self._tables["matrices"] = self.capture.projections
             if self.table is not None:
                 self.capture.compare_with(self.table.at)
+        reads = None if self.capture is None else self.capture.features
+        holders: list[Holder | None] = [reads, self._places]
+        self._loads = FeatureLoads([each for each in holders if each is not None])
 
     def _autoencoders(self, sites: list[Site]) -> dict[Site, tuple[Autoencoder, ...]]:
-        """Return those of each site, in the option's order."""
+        """Return those of each site, in the option's order, and then the site's places."""
         assert self.shape is not None
-        files = self._config.steering_config.feature_files
+        config = self._config.steering_config
+        files = config.feature_files
         one = sites if self.shape.lanes == 1 else []
         own = {n: file for n, file in files.items() if (file.point, file.layer) in one}
         found: dict[Site, tuple[Autoencoder, ...]] = {}
@@ -239,6 +246,9 @@ class WorkerInterventions:
             site, made = (file.point, file.layer), opened(file)
             held = on_device(name, made, self._device, self.shape.torch_dtype)
             found[site] = (*found.get(site, ()), held)
+        self._places = PlaceTable(config.feature_places, one, self.shape, self._device)
+        for site, places in self._places.at.items():
+            found[site] = (*found.get(site, ()), *places)
         return found
 
     def bind_caches(self, runner: Any) -> None:
@@ -385,9 +395,8 @@ class WorkerInterventions:
             self.capture.probe(rows)
 
     def hold(self, phase: FeaturePhase, name: str, file: FeatureFile) -> str | None:
-        """Answer by `HeldFeatures.answer`; "" if no row is read here."""
-        held = None if self.capture is None else self.capture.features
-        return "" if held is None else held.answer(phase, name, file)
+        """Answer by `FeatureLoads.answer`."""
+        return self._loads.answer(phase, name, file)
 
     def read_lenses(self, reader: LensReader, shape: TapShape) -> None:
         """Read lenses by this from now on; `shape` has them."""

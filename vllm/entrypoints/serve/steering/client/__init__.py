@@ -220,9 +220,12 @@ class SteeringClient(_Settings):
         """
         return str(self._call(register_call(name, source))["digest"])
 
-    def register_features(self, name: str, path: str, point: str, layer: int) -> None:
-        """Name a sparse autoencoder; `path` is of its file in the server's `--features-root`."""
-        self._call(features_call(name, path, point, layer))
+    def register_features(
+        self, name: str, path: str, point: str, layer: int, reconstruct: bool = False
+    ) -> None:
+        """Name a sparse autoencoder; `path` is of its file in the server's `--features-root`, and
+        `reconstruct` gives it a place of `--features-reconstruct`."""
+        self._call(features_call(name, path, point, layer, reconstruct))
 
     def unregister_features(self, name: str) -> None:
         """Forget the name of an autoencoder; running requests keep what it meant."""
@@ -351,9 +354,11 @@ class AsyncSteeringClient(_Settings):
         """Name vectors and operations, as `SteeringClient.register_module`; return the digest."""
         return str((await self._call(register_call(name, source)))["digest"])
 
-    async def register_features(self, name: str, path: str, point: str, layer: int) -> None:
+    async def register_features(
+        self, name: str, path: str, point: str, layer: int, reconstruct: bool = False
+    ) -> None:
         """Name a sparse autoencoder, as `SteeringClient.register_features`."""
-        await self._call(features_call(name, path, point, layer))
+        await self._call(features_call(name, path, point, layer, reconstruct))
 
     async def unregister_features(self, name: str) -> None:
         """Forget the name of an autoencoder; running requests keep what it meant."""

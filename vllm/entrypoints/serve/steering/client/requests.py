@@ -43,10 +43,10 @@ class Call:
     body: Any = None
 
 
-def features_call(name: str, path: str, point: str, layer: int) -> Call:
+def features_call(name: str, path: str, point: str, layer: int, reconstruct: bool) -> Call:
     """Make the request that names an autoencoder."""
     body = {"name": name, "path": path, "point": point, "layer": layer}
-    return Call("POST", "/features", body)
+    return Call("POST", "/features", body | {"reconstruct": True} if reconstruct else body)
 
 
 def set_call(

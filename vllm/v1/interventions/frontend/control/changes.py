@@ -3,10 +3,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.interventions.errors import reject, show
-from vllm.v1.interventions.frontend.control.features import bytes_of, open_file, read_features
+from vllm.v1.interventions.frontend.control.features import (
+    bytes_of,
+    files_in_places,
+    open_file,
+    read_features,
+)
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.resolve import need_steering
 from vllm.v1.interventions.given import Given
@@ -35,6 +40,16 @@ OPS = "ops"
 
 ALL_SET = [*(("tiers", tier) for tier in TIERS), (OPS, "")]
 """Keys of the global state that `set` sets."""
+
+
+class FeaturesChange(NamedTuple):
+    """A change that names an autoencoder."""
+
+    change: Change
+    num_bytes: int
+    """Bytes that the autoencoder takes."""
+    reconstruct: bool
+    """True if it needs a place for reconstructions."""
 
 
 class ChangeBuilder:
@@ -124,17 +139,26 @@ class ChangeBuilder:
         assert self.shape
         return Change(drop=[("modules", plain(name))])
 
-    def register_features(self, given: Mapping[str, Any]) -> tuple[Change, int]:
+    def register_features(self, given: Mapping[str, Any]) -> FeaturesChange:
         """Make a change that names an autoencoder, as `read_features` reads it, and count the bytes
         that it takes."""
         known, config = self._catalog.state.features, self._config
-        name, file = read_features(given, config.steering_config, self.shape, known)
-        return Change(Globals(features={name: file})), bytes_of(file, config, self.shape)
+        name, file, wanted = read_features(given, config.steering_config, self.shape, known)
+        change = Change(Globals(features={name: file}))
+        return FeaturesChange(change, bytes_of(file, config, self.shape), wanted)
 
-    def open_features(self, change: Change) -> None:
-        """Open the file of `register_features`, and check it."""
-        [(name, file)] = change.put.features.items()
-        open_file(name, file, self.shape)
+    def open_features(self, asked: FeaturesChange) -> list[Change]:
+        """Open the file of `register_features`, and check it.
+
+        Returns:
+            The change as it may be made: for `reconstruct` there is one for each place.
+        """
+        [(name, file)] = asked.change.put.features.items()
+        autoencoder = open_file(name, file, self.shape)
+        if not asked.reconstruct:
+            return [asked.change]
+        placed = files_in_places(name, file, autoencoder, self._config.steering_config)
+        return [Change(Globals(features={name: each})) for each in placed]
 
     def unregister_features(self, name: Any) -> Change:
         """Make a change that removes the name of an autoencoder, which must have one."""

@@ -4,7 +4,8 @@
 Operations, gates and rules name their features: these become vectors where a request is planned,
 so that requests keep what a name meant, blocks of the prefix cache are told apart by the vectors,
 and no worker has to know. Activations of rows are made by workers, which hold an autoencoder by its
-stamp before it has a name.
+stamp before it has a name; for reconstructions they have it in one of the places that the operator
+asked for.
 """
 
 import re
@@ -12,10 +13,11 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.config.points import RESIDUAL_POINTS
-from vllm.config.steering import FEATURES_NAME, FeatureFile, SteeringConfig
+from vllm.config.steering import FEATURES_NAME, FeatureFile, FeaturePlace, SteeringConfig
+from vllm.v1.features.autoencoder import Autoencoder, opened
 from vllm.v1.features.sizes import size_of
 from vllm.v1.interventions.errors import InterventionError, reject
 from vllm.v1.interventions.given import Given
@@ -29,29 +31,36 @@ MAX_REGISTERED = 64
 """The most that may have a name at once."""
 
 
+class Asked(NamedTuple):
+    """An autoencoder that is to get a name."""
+
+    name: str
+    file: FeatureFile
+    reconstruct: bool
+    """True if rows are to be reconstructed by it."""
+
+
 def read_features(
     given: Mapping[str, Any],
     config: SteeringConfig,
     shape: TapShape,
     known: Mapping[str, FeatureFile],
-) -> tuple[str, FeatureFile]:
+) -> Asked:
     """Check an autoencoder that is to get a name. Its file is not looked into.
 
     Args:
         given: `name`, `path` in the folder of `features_root`, and the `point` and `layer` of its
-            rows.
+            rows; and maybe `reconstruct`.
         known: those that have a name since the start.
-
-    Returns:
-        The name, and the file.
 
     Raises:
         ValueError: there is no such folder, the path leads out of it, the name is one of the start
-            or there are too many, or the layer is no number; the message names the field.
+            or there are too many, the layer is no number, or nothing is reconstructed at the site;
+            the message names the field.
     """
     if config.features_root is None:
         reject("features", "needs an engine started with features_root (--features-root FOLDER)")
-    asked = Given(given, "").fields(("name", "path", "point", "layer"))
+    asked = Given(given, "").fields(("name", "path", "point", "layer"), ("reconstruct",))
     unnamed = "must be 1-64 letters, digits, '_', '.' or '-', got {given}"
     name = asked["name"].text(unnamed, re.compile(FEATURES_NAME))
     if name in config.feature_files:
@@ -64,8 +73,45 @@ def read_features(
         asked["path"].refuse("{given} is not in the folder of features_root")
     point = asked["point"].point(shape, RESIDUAL_POINTS)
     layer = asked["layer"].int(0, message="must be a layer, got {given}")
+    wanted = asked.get("reconstruct", False).flag()
+    if wanted and not _places(config, point, layer):
+        asked["reconstruct"].refuse(
+            f"no place is kept for autoencoders at {point} {layer}: start the engine with one "
+            f"(--features-reconstruct {point}.{layer}=FEATURES), or leave this out"
+        )
     # Another stamp each time: the same path may have other numbers by now.
-    return name, FeatureFile(str(path), point, layer, uuid.uuid4().hex)
+    return Asked(name, FeatureFile(str(path), point, layer, uuid.uuid4().hex), wanted)
+
+
+def _places(config: SteeringConfig, point: str, layer: int) -> dict[int, FeaturePlace]:
+    """Return the places of a site by their numbers."""
+    here = [p for p in config.feature_places if (p.point, p.layer) == (point, layer)]
+    return dict(enumerate(here, 1))
+
+
+def files_in_places(
+    name: str, file: FeatureFile, autoencoder: Autoencoder, config: SteeringConfig
+) -> list[FeatureFile]:
+    """Return a file that rows are to be reconstructed by in each place that it fits in, the
+    smallest first.
+
+    Raises:
+        ValueError: it fits in none, or is a transcoder; the message names the field.
+    """
+    if autoencoder.transcodes:
+        reject("reconstruct", f"{name} is a transcoder: nothing stands in place of the row")
+    places = _places(config, file.point, file.layer)
+    size, k = autoencoder.num_features, autoencoder.k
+    fit = {n: p for n, p in places.items() if size <= p.features and k <= p.k}
+    if not fit:
+        said = ", ".join(config.features_reconstruct)
+        needed = f"{file.point}.{file.layer}={size}" + (f",k={k}" if k else "")
+        reject(
+            "reconstruct",
+            f"{name} fits in no place of features_reconstruct, which has {said}: start the engine "
+            f"with one of at least {needed}",
+        )
+    return [file._replace(place=n) for n in sorted(fit, key=lambda n: fit[n].features)]
 
 
 def bytes_of(file: FeatureFile, config: "VllmConfig", shape: TapShape) -> int:
@@ -82,7 +128,7 @@ def bytes_of(file: FeatureFile, config: "VllmConfig", shape: TapShape) -> int:
     return max(size.host, size.device if config.capture_config.enabled else 0)
 
 
-def open_file(name: str, file: FeatureFile, shape: TapShape) -> None:
+def open_file(name: str, file: FeatureFile, shape: TapShape) -> Autoencoder:
     """Open the file of an autoencoder, and check it.
 
     Raises:
@@ -91,6 +137,7 @@ def open_file(name: str, file: FeatureFile, shape: TapShape) -> None:
     """
     with _of_path():
         need_feature_files({name: file}, shape)
+        return opened(file)
 
 
 @contextmanager

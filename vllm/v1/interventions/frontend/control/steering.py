@@ -144,7 +144,9 @@ class _Coroutines(_Known, ABC):
         """Remove a name. Requests that came before keep what it meant."""
         await self._make(self._changes.unregister(name))
 
-    async def register_features(self, name: str, path: str, point: str, layer: int) -> None:
+    async def register_features(
+        self, name: str, path: str, point: str, layer: int, reconstruct: bool = False
+    ) -> None:
         """Name a sparse autoencoder, to read by, and for operations, gates and rules. Workers load
         it beside their steps; if one cannot, none keeps it, and the error says why.
 
@@ -154,14 +156,19 @@ class _Coroutines(_Known, ABC):
             path: of its file or folder, within the folder of `features_root`.
             point: the point of its rows.
             layer: the layer likewise.
+            reconstruct: whether the operation `reconstruct` may name it, too: it takes one of the
+                places of `features_reconstruct`.
         """
         given = {"name": name, "path": path, "point": point, "layer": layer}
         self._need_alone()
         await self._work(self._catalog.load)
-        change, num_bytes = await self._work(self._changes.register_features, given)
+        asked = await self._work(
+            self._changes.register_features, given | {"reconstruct": reconstruct}
+        )
+        change, num_bytes, _ = asked
         try:
             _verdict(await self._call(SteeringCall("load", change=change, num_bytes=num_bytes)))
-            await self._work(self._changes.open_features, change)
+            change = await self._claim(name, await self._work(self._changes.open_features, asked))
             while _verdict(await self._call(SteeringCall("loaded", change=change))) == "busy":
                 await self._work(time.sleep, 0.05)
             await self._make(change)
@@ -169,6 +176,18 @@ class _Coroutines(_Known, ABC):
             await self._call(SteeringCall("unload", change=change))  # unless it has its name
             self._catalog.close(change)
             raise
+
+    async def _claim(self, name: str, choices: list[Change]) -> Change:
+        """Return the first of some changes for which all engines have the place."""
+        for change in choices:
+            if _verdict(await self._call(SteeringCall("claim", change=change))) != "busy":
+                return change
+        reject(
+            "reconstruct",
+            f"{name} finds no place: those of features_reconstruct that it fits in are taken; "
+            "unregister features, whose place is free a minute after their last request, or start "
+            "the engine with more (--features-reconstruct)",
+        )
 
     async def unregister_features(self, name: str) -> None:
         """Remove the name of an autoencoder that `register_features` gave."""

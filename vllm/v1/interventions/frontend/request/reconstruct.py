@@ -41,10 +41,10 @@ def parse_reconstruct(
     given = asked.fields(("op", "features"), ("positions",), RECONSTRUCT)
     need_one_lane(path, shape)
     file = need_features(given["features"], shape)
-    if file.stamp:
+    if file.stamp and not file.place:
         given["features"].refuse(
-            "{given} got its name while the engine served, and graphs reconstruct by matrices that "
-            "were there when they were recorded: start the engine with it (--features)"
+            "{given} got its name while the engine served, to be read: register it anew with "
+            "reconstruct true, or start the engine with it (--features)"
         )
     site = file.point, file.layer
     autoencoder = opened(file)
@@ -54,12 +54,19 @@ def parse_reconstruct(
             "place of the row"
         )
     positions = given["positions"].positions(select) if "positions" in given else None
-    here = [name for name, f in shape.features.items() if (f.point, f.layer) == site]
-    scalars = Scalars(reconstructs=1.0 + here.index(given["features"].plain()))
+    name = given["features"].plain()
+    # As workers have them: first those of the start, then the places.
+    of_start = [n for n, f in shape.features.items() if (f.point, f.layer) == site and not f.stamp]
+    number = len(of_start) + file.place if file.place else 1 + of_start.index(name)
     # The term itself changes nothing, and with an encoder it parts no features.
     nothing = bytes(4 * shape.hidden_size)
-    term = make_term(scalars, nothing, encoder=nothing)
-    term = msgspec.structs.replace(term, digest=f"{term.digest}/{autoencoder.digest}")
+    term = make_term(Scalars(reconstructs=float(number)), nothing, encoder=nothing)
+    # The stamp tells files of one path apart; the digest has not all numbers of one.
+    term = msgspec.structs.replace(
+        term,
+        digest=f"{term.digest}/{autoencoder.digest}/{file.stamp}",
+        features=(name, file.stamp) if file.stamp else None,
+    )
     return Op(RECONSTRUCT, [site], positions, [term], frozen=False)
 
 

@@ -39,14 +39,13 @@ def on_device(
     """Return an autoencoder with its tensors on a device.
 
     Args:
-        dtype: of the model. On a GPU matrices are of it, and products are added up in float32; a
-            CPU multiplies in float32.
+        dtype: of the model.
         copy: whether none may be the file's own, which somebody may write to.
 
     Raises:
         torch.OutOfMemoryError: the device has no room.
     """
-    dtype = dtype if device.type == "cuda" else torch.float32
+    dtype = matrix_dtype(device, dtype)
     made = replace(
         autoencoder,
         encoder=autoencoder.encoder.to(device, dtype, copy=copy),
@@ -66,6 +65,12 @@ def on_device(
         device_bytes(made) / 2**30,
     )
     return made
+
+
+def matrix_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of matrices: on a GPU the model's, with products that are added up in
+    float32; a CPU multiplies in float32."""
+    return dtype if device.type == "cuda" else torch.float32
 
 
 def device_bytes(autoencoder: Autoencoder) -> int:
