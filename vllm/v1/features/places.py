@@ -20,8 +20,8 @@ class Place(Autoencoder):
     """An autoencoder as it is computed with until another is `put` in its place.
 
     `k` is the most that a TopK autoencoder may have here, 0 if none fits; `scaling` says nothing.
-    Features beyond those of what is here have an encoder, a bias and a threshold of zeros, so they
-    are never active.
+    Features beyond those of what is here have gains, biases and thresholds of zeros, so they are
+    never active, whatever the matrices have there.
     """
 
     chosen: torch.Tensor
@@ -72,8 +72,6 @@ class Place(Autoencoder):
         ):
             for part, given in zip(into.split(_ROWS), of.split(_ROWS), strict=True):
                 part.copy_(given)
-        self.encoder[:, number:].zero_()
-        self.decoder[number:].zero_()
         numbers = [autoencoder.k, _NAMES.index(autoencoder.scaling)]
         self.chosen.copy_(torch.tensor(numbers, dtype=torch.int32))
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from vllm.config.steering import FeatureFile
-from vllm.v1.features.autoencoder import Autoencoder
+from vllm.v1.features.autoencoder import Autoencoder, opened
 from vllm.v1.interventions.calls import FeaturePhase
 from vllm.v1.interventions.worker.making.features import device_bytes, on_device
 from vllm.v1.interventions.worker.making.shards import Shards
@@ -105,7 +105,7 @@ class HeldFeatures:
         self._shards = shards
         self._layers, self._device, self._dtype, self._room = layers, device, dtype, room
         self.by_key = {
-            name: on_device(name, shards.part(_read(file)), device, dtype)
+            name: on_device(name, shards.part(opened(file)), device, dtype)
             for name, file in files.items()
         }
         self._late: dict[str, int] = {}
