@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,14 +110,14 @@ def pytest_collection_finish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say in which files most of the time goes; `--durations` says in which tests."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for report in itertools.chain(*terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             seconds[report.nodeid.partition("::")[0]] += report.duration
-    longest = [(path, each) for path, each in seconds.most_common(60) if each > 5]
-    if longest:
-        terminalreporter.section(f"{sum(seconds.values()):.0f} s, by file")
-    for path, each in longest:
+    if sum(seconds.values()) < 60:
+        return
+    terminalreporter.section(f"{sum(seconds.values()):.0f} s, by file")
+    for path, each in sorted(seconds.items(), key=lambda item: -item[1])[:60]:
         terminalreporter.write_line(f"{each:6.0f} s {path}")
 
 
