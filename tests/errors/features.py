@@ -240,7 +240,7 @@ FEATURES = [
         do=lambda: SteeringConfig(features_reconstruct=["post_block.1=8,k=9"]),
     ),
     Case(
-        {"point": "post_block", "layer": "99"},
+        {"path": "features_reconstruct", "point": "post_block", "layer": "99"},
         do=lambda: need_feature_places([FeaturePlace("post_block", 99, 8, 0)], SHAPE),
     ),
     Case({"given": "late"}, do=lambda: FeatureRoom(9).use(READS_LATE)),
