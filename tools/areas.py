@@ -31,7 +31,7 @@ class Area:
 AREAS = (
     Area(
         "options and refusals",
-        budget=510,  # models that end after a layer; bytes and places of features
+        budget=517,  # models that end after a layer; bytes and places of features
         planned=260,
         places=(
             "vllm/config/capture.py",

@@ -306,6 +306,25 @@ def test_the_cache_key_covers_nothing_else(
     assert build(model, **one).compute_hash() == build(model, **other).compute_hash()
 
 
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_a_file_in_place_of_another_is_a_new_key(tmp_path: Path, in_folder: bool) -> None:
+    """Compiled code has sizes of the autoencoders that rows are reconstructed by; of others, which
+    is the twin, it has nothing."""
+    given = tmp_path / "sae"
+    if in_folder:
+        given.mkdir()
+    file = given / "cfg.json" if in_folder else given
+    file.write_text("one")
+    option: dict[str, Any] = {"enable_steering": True, "features": [f"mood={given}@post_block.1"]}
+    reading = SteeringConfig(**option)
+    writing = SteeringConfig(**option, steering_families=["reconstruct"])
+    before, unread = writing.compute_hash(), reading.compute_hash()
+    assert writing.compute_hash() == before
+    file.write_text("another")
+    assert writing.compute_hash() != before
+    assert reading.compute_hash() == unread
+
+
 @pytest.mark.parametrize(
     ("module", "options"),
     [("steering", STEERING), ("capture", CAPTURE)],

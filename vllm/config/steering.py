@@ -4,6 +4,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import Field
@@ -65,6 +66,13 @@ class FeatureFile(NamedTuple):
     one of the start."""
     place: int = 0
     """Number of the place of its site, from 1, that has it for `reconstruct`; 0 for none."""
+
+
+def _written(path: str) -> list[tuple[str, int, int]]:
+    """Return name, bytes and time of the last change of a file, or of each file in a folder."""
+    files = sorted(Path(path).iterdir()) if Path(path).is_dir() else [Path(path)]
+    found = [(file.name, file.stat()) for file in files if file.is_file()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 
 def refuse_unknown(option: str, given: Iterable[str], allowed: Sequence[str]) -> None:
@@ -232,6 +240,9 @@ class SteeringConfig:
                 "rows": self.max_steering_rows if self.has_ops else 0,
                 "ops": self.max_steering_ops if self.has_ops else 0,
                 "features": self.features if self.reconstructs else [],
+                "written": [_written(f.path) for f in self.feature_files.values()]
+                if self.reconstructs
+                else [],
                 "places": self.features_reconstruct,
             }
         )
