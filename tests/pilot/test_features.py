@@ -5,6 +5,7 @@ written by the engine's own operation."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,17 +206,25 @@ def test_an_activation_at_its_threshold_is_none(tmp_path: Path) -> None:
     assert (sae.encode(x) > 0).tolist() == [[False] * FEATURES, [True] * FEATURES]
 
 
-def test_a_reconstruction_is_what_is_decoded(tmp_path: Path) -> None:
-    """As the engine computes it, of all kinds of files but transcoders."""
-    stored, seen = load_file(ORACLES), 0
+def reconstructing(
+    folder: Path,
+) -> Iterator[tuple[str, Autoencoder, torch.Tensor, torch.Tensor]]:
+    """All kinds of files but transcoders: name, autoencoder, rows, and what is decoded of them."""
+    stored = load_file(ORACLES)
     with safe_open(ORACLES, "pt") as file:
         cases = file.metadata()
     for case, text in cases.items():
         tensors, [rows, _, decoded] = stored_case(stored, case)
         tool = case.partition("-")[0]
-        sae = Autoencoder.load(as_saved(tmp_path / case, tool, tensors, json.loads(text)))
-        if sae.transcodes or sae.skip is not None:
-            continue
+        sae = Autoencoder.load(as_saved(folder / case, tool, tensors, json.loads(text)))
+        if not sae.transcodes and sae.skip is None:
+            yield case, sae, rows, decoded
+
+
+def test_a_reconstruction_is_what_is_decoded(tmp_path: Path) -> None:
+    """As the engine computes it."""
+    seen = 0
+    for case, sae, rows, decoded in reconstructing(tmp_path):
         seen += 1
         assert float((sae.reconstruct(rows) - decoded).abs().max()) < TOLERANCE, case
         assert float((rows - decoded).abs().max()) > 0.1, "it reconstructs too well to say"
@@ -225,20 +234,12 @@ def test_a_reconstruction_is_what_is_decoded(tmp_path: Path) -> None:
 def test_a_place_computes_by_what_was_put_in_it_last(tmp_path: Path) -> None:
     """One of all kinds after the other, of fewer features than there is room for: what was there
     before leaves nothing."""
-    stored = load_file(ORACLES)
-    with safe_open(ORACLES, "pt") as file:
-        cases = file.metadata()
     hidden, number = 8, 40
     path = saelens(tmp_path / "wide", made_up(0, hidden, number), architecture="jumprelu")
     wide, cpu = Autoencoder.load(path), torch.device("cpu")
     of_all, of_some = (Place.empty(hidden, number, k, cpu, torch.float32) for k in (9, 0))
     refused = 0
-    for case, text in cases.items():
-        tensors, [rows, _, decoded] = stored_case(stored, case)
-        tool = case.partition("-")[0]
-        sae = Autoencoder.load(as_saved(tmp_path / case, tool, tensors, json.loads(text)))
-        if sae.transcodes or sae.skip is not None:
-            continue
+    for case, sae, rows, decoded in reconstructing(tmp_path):
         refused += not of_some.fits(sae)
         assert of_some.fits(sae) == (not sae.k) and of_all.fits(sae)
         for place in [of_all, of_some][: 1 if sae.k else 2]:
